@@ -95,7 +95,7 @@ Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=Tr
 Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0.0,
     gradient_dtype=torch.float8_e4m3fn, *, requantize_weights=False)
 Format(dtype=None, scaling=None, power_of_two_scales=False, amax_epsilon=0.0,
-    share_scales=False, wgrad_dtype=None, quantize=None, state=None, records=True)
+    share_scales=False, wgrad_dtype=None, quantize=None, state=None, records=True, watched=None)
 GeGLU(approximate='none')
 GroupedLinear(num_experts, in_features, out_features, bias=True, device=None, dtype=None, *,
     recipe=None, cache_weights=False, fuse_wgrad_accumulation=False, weights=None, lora=None)

@@ -1,7 +1,7 @@
 """Gradients: of ops, of the layers, of routing.
 
-A layer's :class:`torch.autograd.Function` receives one :class:`context.LinearContext` a weight and
-asks its recipe for operands; ``gemm`` multiplies them.
+A layer's :class:`torch.autograd.Function` receives one :class:`projection.Projection` a weight,
+which makes operands in its recipe's formats, and the GEMMs that read them.
 """
 
 from grouped_linear.autograd import registration

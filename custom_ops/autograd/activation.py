@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.autograd.gemm import LowRankTerm, multiply, takes_swiglu
-from grouped_linear.autograd.watched import SwigluGradOf, Watched, shared_scales
+from grouped_linear.autograd.gemm import Gemm
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.ops.activation import Activation
 from grouped_linear.recipes import (
+    ROWWISE,
     Format,
-    Layouts,
+    GradFormats,
     Operands,
-    RowOperands,
+    SwigluGradOf,
     SwigluGradOperands,
     SwigluOf,
     quantize,
@@ -36,141 +36,88 @@ class MLPConfig(NamedTuple):
     save_in_fp8: bool
     """Keep gate_up for the backward in e4m3, in 1x128 blocks."""
 
-
-def save(
-    gate_up_RG: Tensor | None, offs_E: Tensor, config: MLPConfig
-) -> tuple[Tensor | None, Tensor | None]:
-    """What a backward reads of gate_up: itself and None, or e4m3 and the scales of 1x128 blocks."""
-    if gate_up_RG is None or not config.save_in_fp8:
-        return gate_up_RG, None
-    quantized = ops.group_quantize(gate_up_RG, offs_E)
-    return quantized.q, quantized.scale
+    def save(
+        self, gate_up_RG: Tensor | None, offs_E: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What a backward reads: gate_up and None, or e4m3 and the scales of 1x128 blocks."""
+        if gate_up_RG is None or not self.save_in_fp8:
+            return gate_up_RG, None
+        quantized = ops.group_quantize(gate_up_RG, offs_E)
+        return quantized.q, quantized.scale
 
 
 def restore(saved_RG: Tensor, scale: Tensor | None, offs_E: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return gate_up in the activations' dtype, from what :func:`save` returned."""
+    """Return gate_up in the activations' dtype, from what :meth:`MLPConfig.save` returned."""
     return saved_RG if scale is None else ops.group_dequantize(saved_RG, scale, offs_E, dtype)
 
 
 def gate_up_and_h(
-    x: Operands,
-    w: Operands,
-    offs_E: Tensor,
-    bias_EG: Tensor | None,
-    rows_R: Tensor | None,
-    dtype: torch.dtype,
-    activation: Activation,
-    format: Format,
-    keep_gate_up: bool,
-    keep_h: bool,
-    low_rank: LowRankTerm | None,
+    fprop: Gemm, activation: Activation, format: Format, keep_gate_up: bool, keep_h: bool
 ) -> tuple[Tensor | None, Operands, Tensor | None]:
     """Compute the first layer and the second one's input, in one kernel if one exists.
 
-    ``format`` is of the second layer's input. Without ``keep_gate_up`` the first result may be
-    None, without ``keep_h`` the last, which is h itself. ``low_rank`` joins gate_up.
+    ``fprop`` is the first layer's, ``format`` of the second layer's input. Without ``keep_gate_up``
+    the first result may be None, without ``keep_h`` the last, which is h itself.
     """
-    rowwise, form = Layouts(True, False), activation.swiglu
-    one_kernel = low_rank is None and takes_swiglu(x, w.rowwise, w.rowwise_scale, dtype)
-    if form is not None and one_kernel:
-        assert isinstance(x.rowwise, Tensor)
-        assert isinstance(w.rowwise, Tensor)
-        both = ops.grouped_mm_swiglu(
-            x.rowwise,
-            w.rowwise.mT,
-            offs_E,
-            bias_EG,
-            rows_R,
-            keep_gate_up=keep_gate_up,
-            activation=form,
-        )
-        h = quantize(both.h, format, offs_E, rowwise)
+    offs_E, form = fprop.offs_E, activation.swiglu
+    if form is not None and fprop.has_swiglu_kernel:
+        x, w = fprop.operands.rowwise, fprop.b
+        assert isinstance(x, Tensor)
+        assert isinstance(w, Tensor)
+        given = x, w.mT, offs_E, fprop.bias_EN, fprop.rows
+        both = ops.grouped_mm_swiglu(*given, keep_gate_up=keep_gate_up, activation=form)
+        h = quantize(both.h, format, offs_E, ROWWISE)
         return both.gate_up, h, both.h if keep_h else None
-    gate_up_RG = multiply(
-        x, w, offs_E, bias_EG, dtype, transpose_b=True, rows=rows_R, low_rank=low_rank
-    )
+    gate_up_RG = fprop.compute()
     if form is not None and not keep_h:
-        return gate_up_RG, quantize(SwigluOf(gate_up_RG, form), format, offs_E, rowwise), None
+        return gate_up_RG, quantize(SwigluOf(gate_up_RG, form), format, offs_E, ROWWISE), None
     if form is not None:
         h_RF = ops.swiglu(gate_up_RG, offs_E, form)
     else:
-        h_RF = _call(activation, "forward", gate_up_RG.float()).to(dtype)
-    return gate_up_RG, quantize(h_RF, format, offs_E, rowwise), h_RF if keep_h else None
-
-
-def h_source_of(
-    gate_up_RG: Tensor | None, h: Operands, h_RF: Tensor | None, activation: Activation
-) -> Tensor | SwigluOf:
-    """What :func:`gate_up_and_h` has made h from."""
-    if h_RF is not None:
-        return h_RF
-    if gate_up_RG is None or activation.swiglu is None:
-        assert isinstance(h.rowwise, Tensor)
-        return h.rowwise
-    return SwigluOf(gate_up_RG, activation.swiglu)
+        h_RF = _call(activation, "forward", gate_up_RG.float()).to(fprop.dtype)
+    return gate_up_RG, quantize(h_RF, format, offs_E, ROWWISE), h_RF if keep_h else None
 
 
 def grads_of_gate_up(
-    dy: Operands,
-    rows_R: Tensor | None,
-    w: Operands,
+    dgrad: Gemm,
+    more_dh_RF: Tensor | None,
     gate_up_RG: Tensor,
     weight_R: Tensor,
-    offs_E: Tensor,
     activation: Activation,
-    input: Format,
-    grad_output: Format,
-    layouts: Layouts,
-    h_columnwise: bool,
+    formats: GradFormats,
     keep: bool,
-    low_rank: LowRankTerm | None,
-    more_dh_RF: Tensor | None,
-    watched: Watched | None,
 ) -> tuple[SwigluGradOperands, ops.SwigluGrad | None]:
     """Compute the second layer's dgrad and the activation's gradient, in one kernel if one exists.
 
     Args:
-        dy: the gradient of the second layer's unweighted output, or of dy[rows_R[t]].
+        dgrad: the second layer's, of the gradient of its unweighted output.
+        more_dh_RF: what is added to it, or None.
+        gate_up_RG: the activation's input.
         weight_R: float32, what each row's output is weighted by.
-        input, grad_output: the formats of h and of d_gate_up.
-        layouts, h_columnwise: what to return of d_gate_up and of h.
+        activation: between the layers.
+        formats: what to return of the gradient of gate_up and of h.
         keep: whether the gradient itself is needed, beside the operands; else it may be None.
-        low_rank, more_dh_RF: what is added to dgrad: by an adapter, and after that.
-        watched: where d_gate_up is measured, and h of the next layer.
     """
-
-    def measure(source: Tensor | SwigluGradOf, made: SwigluGradOperands) -> SwigluGradOperands:
-        if watched is not None:
-            h_scale_t = shared_scales(made.h, input) if h_columnwise else None
-            watched.gradient(source, RowOperands(made.d_gate_up), offs_E, grad_output, h_scale_t)
-        return made
-
-    dtype, form = gate_up_RG.dtype, activation.swiglu
-    how = input, grad_output, layouts, h_columnwise
-    is_alone = low_rank is None and more_dh_RF is None
-    one_kernel = is_alone and takes_swiglu(dy, w.columnwise, w.columnwise_scale, dtype)
-    if form is not None and one_kernel:
-        assert isinstance(dy.rowwise, Tensor)
-        assert isinstance(w.columnwise, Tensor)
-        grads = ops.grouped_mm_swiglu_grad(
-            dy.rowwise, w.columnwise, gate_up_RG, weight_R, offs_E, rows_R, activation=form
-        )
-        made = measure(grads.d_gate_up, quantize_grads(grads, offs_E, *how))
-        return made, grads if keep else None
-    dh_RF = multiply(dy, w, offs_E, None, dtype, rows=rows_R, low_rank=low_rank)
+    offs_E, form = dgrad.offs_E, activation.swiglu
+    if form is not None and more_dh_RF is None and dgrad.has_swiglu_kernel:
+        dy, w = dgrad.operands.rowwise, dgrad.b
+        assert isinstance(dy, Tensor)
+        assert isinstance(w, Tensor)
+        given = dy, w, gate_up_RG, weight_R, offs_E, dgrad.rows
+        grads = ops.grouped_mm_swiglu_grad(*given, activation=form)
+        return quantize_grads(grads, offs_E, formats), grads if keep else None
+    dh_RF = dgrad.compute()
     if more_dh_RF is not None:
         dh_RF = dh_RF + more_dh_RF
     if form is not None and not keep:
         source = SwigluGradOf(dh_RF, gate_up_RG, weight_R, form)
-        made = quantize_swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form, *how)
-        return measure(source, made), None
+        return quantize_swiglu_grad(source, offs_E, formats), None
     if form is not None:
         grads = ops.swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form)
     else:
         grads = _grad(activation, dh_RF, gate_up_RG, weight_R)
     del dh_RF  # lowers the peak memory of an eager step
-    made = measure(grads.d_gate_up, quantize_grads(grads, offs_E, *how))
-    return made, grads if keep else None
+    return quantize_grads(grads, offs_E, formats), grads if keep else None
 
 
 def weighted_h(

@@ -1,4 +1,4 @@
-"""The three GEMMs of a layer, fprop, dgrad and wgrad, for every kind of operand.
+"""The GEMMs that read rows and a weight, fprop and dgrad, for every kind of operand.
 
 T rows, E groups, K in_features, N out_features.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.recipes import Operands, Values, is_transposed
+from grouped_linear.recipes import Operands, Values
 
 
 class LowRankTerm(NamedTuple):
@@ -19,6 +19,10 @@ class LowRankTerm(NamedTuple):
 
     a_Tr: Tensor
     b_ErN: Tensor
+
+    def product(self, offs_E: Tensor) -> Tensor:
+        """The product alone, [T, N]."""
+        return ops.grouped_mm(self.a_Tr, self.b_ErN, offs_E)
 
 
 def _below_autograd() -> AbstractContextManager[None]:
@@ -32,69 +36,57 @@ def _below_autograd() -> AbstractContextManager[None]:
     return torch._C._AutoDispatchBelowAutograd()
 
 
-def multiply(
-    a_operands: Operands,
-    w_operands: Operands,
-    offs_E: Tensor,
-    bias_EN: Tensor | None,
-    dtype: torch.dtype,
-    transpose_b: bool = False,
-    rows: Tensor | None = None,
-    low_rank: LowRankTerm | None = None,
-) -> Tensor:
-    """Compute fprop, ``a[t] @ w[e].T + bias[e]``, with ``transpose_b``, or dgrad, ``a[t] @ w[e]``.
+class Gemm(NamedTuple):
+    """fprop or dgrad, not computed yet: a fused kernel may compute it with what follows."""
 
-    It reads the rowwise fields of a, or of a[rows[t]], and of w the rowwise ones for fprop, the
-    columnwise ones [E, N, K] for dgrad. ``low_rank`` is added.
-    """
-    a, scale_a = a_operands[:2]
-    b, scale_b = w_operands[:2] if transpose_b else w_operands[2:4]
-    assert isinstance(a, Tensor)
-    assert b is not None
-    if isinstance(b, tuple):
-        assert low_rank is None
-        return ops.grouped_mm_list(a, b, offs_E, bias_EN, dtype, transpose_b=transpose_b, rows=rows)
-    if transpose_b:
-        b = b.mT
-        scale_b = scale_b.mT if scale_b is not None and scale_b.dim() == 3 else scale_b
-    low: Sequence[Tensor] = () if low_rank is None else low_rank
-    if scale_a is None or scale_b is None:
-        low = [t.to(a.dtype) for t in low]  # MXFP8 multiplies in bf16, whatever x is
-        with _below_autograd():
-            return ops.grouped_mm(a, b, offs_E, bias_EN, dtype, rows, *low)
-    return ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs_E, bias_EN, dtype, rows, *low)
+    operands: Operands
+    """Of a, whose rowwise fields are read."""
+    weight: Operands
+    """Of w: its rowwise fields for fprop, its columnwise ones, [E, N, K], for dgrad."""
+    offs_E: Tensor
+    dtype: torch.dtype
+    bias_EN: Tensor | None = None
+    is_fprop: bool = False
+    """Whether it is ``a[t] @ w[e].T + bias[e]``; dgrad is ``a[t] @ w[e]``."""
+    rows: Tensor | None = None
+    """With a[rows[t]] in place of a[t]."""
+    low_rank: LowRankTerm | None = None
+    """What is added."""
 
+    @property
+    def b(self) -> Values:
+        """The weight's numbers as they are stored, [E, N, K]."""
+        values = self.weight[0] if self.is_fprop else self.weight[2]
+        assert values is not None
+        return values
 
-def takes_swiglu(a: Operands, b: Values | None, b_scale: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether one kernel multiplies these and computes SwiGLU, or its gradient, of the product."""
-    if not isinstance(a.rowwise, Tensor) or not isinstance(b, Tensor):
-        return False
-    return a.rowwise_scale is None and b_scale is None and a.rowwise.dtype == dtype
+    @property
+    def has_swiglu_kernel(self) -> bool:
+        """Whether one kernel computes it and SwiGLU, or SwiGLU's gradient, of the product."""
+        a, scale_a = self.operands[:2]
+        scale_b = self.weight[1] if self.is_fprop else self.weight[3]
+        if self.low_rank is not None or scale_a is not None or scale_b is not None:
+            return False
+        return isinstance(a, Tensor) and isinstance(self.b, Tensor) and a.dtype == self.dtype
 
-
-def weight_grad(
-    w_ENK: Tensor,
-    dtype: torch.dtype,
-    dy: Tensor,
-    x: Tensor,
-    dy_scale: Tensor | None,
-    x_scale: Tensor | None,
-    offs_E: Tensor,
-    dy_rows: Tensor | None = None,
-    x_rows: Tensor | None = None,
-) -> Tensor:
-    """Compute ``dy.T @ x`` over each group's rows: wgrad, in the weight's memory layout.
-
-    Autograd copies a gradient whose layout differs from its parameter's. For a weight that is
-    stored as [E, K, N] the GEMM is therefore ``x.T @ dy``, except where dy is e5m2, which the
-    kernel reads as the left operand only.
-    """
-    swapped = is_transposed(w_ENK) and dy.dtype == x.dtype
-    if swapped:
-        dy, x, dy_scale, x_scale = x, dy, x_scale, dy_scale
-        dy_rows, x_rows = x_rows, dy_rows
-    if dy_scale is None or x_scale is None:
-        dw = ops.grouped_mm_wgrad(dy, x, offs_E, dtype, dy_rows, x_rows)
-    else:
-        dw = ops.grouped_scaled_mm_wgrad(dy, x, dy_scale, x_scale, offs_E, dtype)
-    return dw.mT if swapped else dw
+    def compute(self) -> Tensor:
+        """The product [T, N], or [T, K] of dgrad. The op follows from the operands."""
+        operands, w, offs_E, dtype, bias_EN, is_fprop, rows, low_rank = self
+        a, scale_a = operands[:2]
+        b, scale_b = w[:2] if is_fprop else w[2:4]
+        assert isinstance(a, Tensor)
+        assert b is not None
+        if isinstance(b, tuple):
+            assert low_rank is None
+            return ops.grouped_mm_list(
+                a, b, offs_E, bias_EN, dtype, transpose_b=is_fprop, rows=rows
+            )
+        if is_fprop:
+            b = b.mT
+            scale_b = scale_b.mT if scale_b is not None and scale_b.dim() == 3 else scale_b
+        low: Sequence[Tensor] = () if low_rank is None else low_rank
+        if scale_a is None or scale_b is None:
+            low = [t.to(a.dtype) for t in low]  # MXFP8 multiplies in bf16, whatever x is
+            with _below_autograd():
+                return ops.grouped_mm(a, b, offs_E, bias_EN, dtype, rows, *low)
+        return ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs_E, bias_EN, dtype, rows, *low)

@@ -1,21 +1,93 @@
 """The gradient of a grouped linear layer under a recipe.
 
-T rows, E groups, K in_features, N out_features.
+T rows, E groups, K in_features, N out_features, r the rank of an adapter.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.autograd.context import LinearContext
-from grouped_linear.autograd.gemm import multiply
-from grouped_linear.autograd.low_rank import forward_term, low_rank_grads
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
-from grouped_linear.autograd.saved import saved_tensors, scale_of
-from grouped_linear.autograd.wgrad import edges_behind, needs_grad_now
-from grouped_linear.recipes import Layouts, Operands, RowOperands, quantize
+from grouped_linear.autograd.projection import Kept, Parameters, Projection
+from grouped_linear.autograd.saved import saved_tensors, scales_of
+from grouped_linear.autograd.wgrad import Wgrad, edges_of, needs_grad_now
+from grouped_linear.recipes import (
+    BOTH,
+    COLUMNWISE_AGAIN,
+    ROWWISE,
+    Layouts,
+    Operands,
+    Recipe,
+    is_transposed,
+    quantize,
+)
+
+
+class LinearCall(NamedTuple):
+    """A call of a linear layer, with the tensors that autograd need not know."""
+
+    projection: Projection
+    grad_enabled: bool
+    """Whether a backward may follow: ctx.needs_input_grad stays true under no_grad."""
+    m_splits_E: Tensor | None
+    """The rows of each group, for a forward in one op; see :func:`takes_one_op`."""
+    offs_E: Tensor | None
+    """The group ends, for any other."""
+    save_input: bool = False
+    """Save x itself for the backward, and quantize it for wgrad there."""
+    defer_wgrad: Callable[[Wgrad], None] | None = None
+    """Called with the weight gradient, which the backward then does not compute."""
+
+
+def takes_one_op(projection: Projection, save_input: bool) -> bool:
+    """Whether an eager forward may be one op, which quantizes all of x and of the weight."""
+    return projection.stored is None and not save_input and _may_take_one_op(projection)
+
+
+def _may_take_one_op(projection: Projection) -> bool:
+    """Whether this is an eager call with one packed weight, stored as it is multiplied.
+
+    A compiled graph has the separate ops: passes look for them, and an op costs no time there.
+    """
+    if not projection.recipe.has_linear_op or torch.compiler.is_compiling():
+        return False
+    weight = projection.weights[0]
+    return projection.adapter is None and not (weight.dim() == 2 or is_transposed(weight))
+
+
+NOTHING = Parameters(False, False, False, False)
+
+
+class Saved(NamedTuple):
+    """What the forward saves, by name; None, which Any is, where no gradient needs it."""
+
+    offs_E: Tensor
+    x: Any
+    """Columnwise in its format; with ``save_input`` itself."""
+    x_scale: Any
+    adapter_x_TK: Any
+    """What dropout and A of the adapter were given."""
+    kept: Kept
+
+    @staticmethod
+    def save(ctx: Any, fields: tuple[Any, ...], kept: tuple[Any, ...], recipe: Recipe) -> None:
+        """Save the first fields and those of ``kept``, and scales of earlier steps."""
+        weight, *others = kept
+        weights = weight if isinstance(weight, tuple) else (weight,)
+        ctx.save_for_backward(*fields, *others, *weights, *scales_of(recipe))
+
+    @classmethod
+    def of(cls, ctx: Any) -> "Saved":
+        """What a forward has saved."""
+        tensors = saved_tensors(ctx, "grouped_linear")
+        weight = tensors[9]
+        if weight is not None and weight.dim() == 2:
+            weight = tensors[9 : 9 + len(ctx.projection.weights)]
+        offs_E, x, x_scale, adapter_x_TK = tensors[:4]
+        return cls(offs_E, x, x_scale, adapter_x_TK, Kept(weight, *tensors[4:9]))
 
 
 class GroupedLinearFunction(torch.autograd.Function):
@@ -27,129 +99,149 @@ class GroupedLinearFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, context: LinearContext, *operands: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: LinearCall, *tensors: Tensor | None) -> Tensor:
         """Compute fprop.
 
         Args:
-            context: the rest of the call.
-            operands: x_TK; bias_EN; m_splits_E, the rows of each group, for a forward in one op;
-                offs_E, the group ends, for any other forward; a_ErK and b_ENr of the adapter, and
-                the dropped x_TK that it multiplies; then one tensor for each of the context's
-                weights, whose gradients are returned, or where these are deferred any tensor that
-                requires grad. What does not apply is None.
+            call: the projection and its options.
+            tensors: what is differentiated: x_TK, bias_EN, a_ErK and b_ENr of the adapter, then one
+                tensor for each weight, whose gradients are returned, or where these are deferred
+                any tensor that requires grad. What does not apply is None.
 
-        The caller decides between m_splits_E and offs_E, because Dynamo may trace the caller and
-        run this function in eager mode. Operands are one parameter, because Dynamo passes no ctx to
-        a function with as many parameters as arguments where nothing needs a gradient (torch 2.11,
+        The caller decides whether one op computes it, because Dynamo may trace the caller and run
+        this function in eager mode. Tensors are one parameter, because Dynamo passes no ctx to a
+        function with as many parameters as arguments where nothing needs a gradient (torch 2.11,
         2.13).
         """
-        x_TK, bias_EN, m_splits_E, offs_E, a_ErK, b_ENr, dropped_x_TK, *_ = operands
+        projection, grad_enabled, m_splits_E, offs_E, save_input, ctx.defer_wgrad = call
+        x_TK, bias_EN = tensors[:2]
         assert x_TK is not None
-        needs = [context.grad_enabled and need for need in ctx.needs_input_grad]
-        need_x, need_a, need_b = needs[1], *needs[5:7]
-        need_weight = any(needs[8:])
-        recipe, options = context.recipe, context.options
-        ctx.context = context.for_backward()
-        ctx.weight_edges = edges_behind(operands[:7], len(operands) - 7)
-        ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
-        bias = None if bias_EN is None else bias_EN.to(x_TK.dtype)
-        if offs_E is None:
-            assert m_splits_E is not None
-            x_format, in_fp8 = recipe.input, recipe.input.wgrad_dtype is None
-            y, offs_E, x_t, x_t_scale, w_t, w_scale = ops.block_scaled_linear(
-                x_TK,
-                context.weights[0],
-                m_splits_E,
-                bias,
-                amax_epsilon=x_format.epsilon,
-                power_of_two_scales=x_format.power_of_two_scales,
-                share_scales=x_format.share_scales,
-                columnwise_x=need_weight and in_fp8,
-                columnwise_w=need_x,
-            )
-            if need_weight and not in_fp8:
-                x_t = x_TK.to(x_format.wgrad_dtype)
-            ctx.save_for_backward(offs_E, *(None,) * 5, x_t, x_t_scale, w_scale, w_t)
-            return y
-        columnwise_now = need_weight and not options.save_input
-        x = quantize(x_TK, recipe.input, offs_E, Layouts(True, columnwise_now))
-        w = context.weight_operands(need_x)
-        if options.watched is not None:
-            options.watched.input(x_TK, RowOperands(x), offs_E, recipe.input, columnwise_now)
-            options.watched.weight(context.weights, w, recipe.weight)
-        saved_x = x_TK if options.save_input and need_weight else x.columnwise
-        lora_x_TK = x_TK if dropped_x_TK is None else dropped_x_TK
-        term = forward_term((a_ErK, b_ENr, options.lora_scaling), lora_x_TK, offs_E)
-        ctx.save_for_backward(
-            offs_E,
-            scale_of(recipe.grad_output),
-            *((a_ErK, b_ENr) if need_x or need_a or need_b else (None, None)),
-            lora_x_TK if need_a else None,
-            term.a_Tr if need_b and term is not None else None,
-            saved_x,
-            x.columnwise_scale,
-            w.columnwise_scale,
-            *(w.columnwise if isinstance(w.columnwise, tuple) else (w.columnwise,)),
-        )
-        return multiply(x, w, offs_E, bias, x_TK.dtype, transpose_b=True, low_rank=term)
+        need_x, needs = _needs(ctx) if grad_enabled else (False, NOTHING)
+        if need_x or any(needs):
+            ctx.projection, ctx.save_input = projection.for_backward(), save_input
+            ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
+            if projection.main_grad is not None or ctx.defer_wgrad is not None:
+                ctx.weight_edges = edges_of(tensors, range(4, len(tensors)))
+        if m_splits_E is not None:
+            return _forward_in_one_op(ctx, projection, x_TK, m_splits_E, need_x, needs)
+        assert offs_E is not None
+        recipe, adapter = projection.recipe, projection.adapter
+        layouts = BOTH if needs.weight and not save_input else ROWWISE
+        x = quantize(x_TK, recipe.input, offs_E, layouts)
+        w = projection.weight(need_x)
+        term = None if adapter is None else adapter.forward_term(adapter.input(x_TK), offs_E)
+        if need_x or any(needs):
+            saved_x = x_TK if save_input and needs.weight else x.columnwise
+            fields = offs_E, saved_x, x.columnwise_scale, x_TK if needs.a else None
+            Saved.save(ctx, fields, projection.keep(w, needs, need_x, term), recipe)
+        return projection.fprop(x, w, offs_E, x_TK.dtype, low_rank=term).compute()
 
     @staticmethod
     @strictly_once_differentiable
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         """Compute dgrad, wgrad and the bias gradient, each only where it is needed."""
-        context: LinearContext = ctx.context
-        options = context.options
-        _, need_x, need_bias, *_ = ctx.needs_input_grad
-        need_dropped_x, *need_weights = ctx.needs_input_grad[7:]
-        if options.main_grad is not None or options.defer_wgrad is not None:
-            need_weights = list(needs_grad_now(ctx, need_weights, ctx.weight_edges))
-        need_weight = any(need_weights)
-        offs_E, _, a_ErK, b_ENr, lora_x_TK, h_Tr, x, x_scale, w_scale, *w = saved_tensors(
-            ctx, "grouped_linear"
-        )
-        if (need_x or need_weight) and context.has_one_op_backward:
-            dtype, format = context.weights[0].dtype, context.recipe.grad_output
-            if need_x and context.transposes_weight:
-                w = [ops.transpose_weight(w[0])]
-            dx_TK, dw_ENK, db_EN = ops.block_scaled_linear_grad(
-                dy_TN,
-                offs_E,
-                *((x, x_scale) if need_weight else (None, None)),
-                *((w[0], w_scale) if need_x else (None, None)),
-                amax_epsilon=format.epsilon,
-                power_of_two_scales=format.power_of_two_scales,
-                bias_grad=need_bias,
-                out_dtype=None if dtype is dy_TN.dtype else dtype,
-            )
-            if db_EN is not None:
-                db_EN = db_EN.to(ctx.bias_dtype)
-            return None, dx_TK, db_EN, None, None, *(None,) * 3, dw_ENK
-        recipe = context.recipe
-        layouts = Layouts(need_x, need_weight, need_bias)
+        need_x, needs = _needs(ctx, now=True)
+        saved = Saved.of(ctx)
+        if (need_x or needs.weight) and _backward_takes_one_op(ctx):
+            return _backward_in_one_op(ctx, saved, dy_TN, need_x, needs)
+        offs_E, kept = saved.offs_E, saved.kept
+        projection = ctx.projection.restored(kept)
+        recipe, adapter = projection.recipe, projection.adapter
+        layouts = Layouts(need_x, needs.weight, needs.bias)
         dy = quantize(dy_TN, recipe.grad_output, offs_E, layouts)
-        if options.watched is not None:
-            options.watched.gradient(dy_TN, RowOperands(dy), offs_E, recipe.grad_output)
-        dx_TK = db_EN = None
-        dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
-        adapter = a_ErK, b_ENr, options.lora_scaling
-        da_ErK, db_ENr, term = low_rank_grads(adapter, dy_TN, lora_x_TK, h_Tr, offs_E, need_x)
-        d_dropped_x_TK = None
-        if need_dropped_x and term is not None:
-            d_dropped_x_TK, term = ops.grouped_mm(*term, offs_E), None
+        dx_TK = db_EN = da_ErK = db_ENr = term = None
+        dws: tuple[Tensor | None, ...] = (None,) * len(projection.weights)
+        if adapter is not None:
+            of_adapter = dy_TN, saved.adapter_x_TK, kept.h_Tr, offs_E
+            da_ErK, db_ENr, term = adapter.grads(*of_adapter, need_x)
         if need_x:
-            weight = context.for_dgrad(tuple(w) if w[0].dim() == 2 else w[0], w_scale)
-            dx_TK = multiply(dy, weight, offs_E, None, dy_TN.dtype, low_rank=term)
-        if need_weight:
-            x_t = Operands(None, None, x, x_scale)
-            if options.save_input:
-                x_t = quantize(x, recipe.input, offs_E, Layouts(False, True, again=True))
-                if options.watched is not None:
-                    options.watched.shares(x_t, offs_E, recipe.input)
-            wgrad = context.wgrad(dy, x_t, offs_E)
-            if options.defer_wgrad is None:
+            term, beside = projection.split(term)
+            dx_TK = projection.dgrad(dy, kept, offs_E, dy_TN.dtype, low_rank=term).compute()
+            if beside is not None:
+                dx_TK = dx_TK + adapter.input(beside.product(offs_E))
+        if needs.weight:
+            x = Operands(None, None, saved.x, saved.x_scale)
+            if ctx.save_input:
+                x = quantize(saved.x, recipe.input, offs_E, COLUMNWISE_AGAIN)
+            wgrad = projection.wgrad(dy, x, offs_E)
+            if ctx.defer_wgrad is None:
                 dws = wgrad.compute()
             else:
-                options.defer_wgrad(wgrad)
+                ctx.defer_wgrad(wgrad)
         if dy.bias_grad is not None:
             db_EN = dy.bias_grad.to(ctx.bias_dtype)
-        return None, dx_TK, db_EN, None, None, da_ErK, db_ENr, d_dropped_x_TK, *dws
+        return None, dx_TK, db_EN, da_ErK, db_ENr, *dws
+
+
+def _needs(ctx: Any, now: bool = False) -> tuple[bool, Parameters]:
+    """Whether the gradient of x is needed, and which of the parameters; of E weights any.
+
+    With ``now`` the engine is asked about weight gradients that are written and not returned.
+    """
+    _, need_x, need_bias, need_a, need_b, *need_weights = ctx.needs_input_grad
+    if now and (ctx.projection.main_grad is not None or ctx.defer_wgrad is not None):
+        need_weights = needs_grad_now(ctx, need_weights, ctx.weight_edges)
+    return need_x, Parameters(any(need_weights), need_bias, need_a, need_b)
+
+
+# --- eager block scaling: one op forward, one op backward ----------------------------------------
+
+
+def _forward_in_one_op(
+    ctx: Any,
+    projection: Projection,
+    x_TK: Tensor,
+    m_splits_E: Tensor,
+    need_x: bool,
+    needs: Parameters,
+) -> Tensor:
+    """Compute fprop, and save what the separate ops would save."""
+    format, bias_EN = projection.recipe.input, projection.bias_EN
+    in_fp8 = format.wgrad_dtype is None
+    y, offs_E, x_t, x_t_scale, w_t, w_scale = ops.block_scaled_linear(
+        x_TK,
+        projection.weights[0],
+        m_splits_E,
+        None if bias_EN is None else bias_EN.to(x_TK.dtype),
+        amax_epsilon=format.epsilon,
+        power_of_two_scales=format.power_of_two_scales,
+        share_scales=format.share_scales,
+        columnwise_x=needs.weight and in_fp8,
+        columnwise_w=need_x,
+    )
+    if needs.weight and not in_fp8:
+        x_t = x_TK.to(format.wgrad_dtype)
+    if need_x or any(needs):
+        kept = w_t, w_scale, None, None, None, None
+        Saved.save(ctx, (offs_E, x_t, x_t_scale, None), kept, projection.recipe)
+    return y
+
+
+def _backward_takes_one_op(ctx: Any) -> bool:
+    """Whether an eager backward may be one op, which returns weight gradients."""
+    projection = ctx.projection
+    returned = projection.main_grad is None and ctx.defer_wgrad is None and not ctx.save_input
+    return returned and projection.recipe.has_linear_grad_op and _may_take_one_op(projection)
+
+
+def _backward_in_one_op(
+    ctx: Any, saved: Saved, dy_TN: Tensor, need_x: bool, needs: Parameters
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradients that :meth:`GroupedLinearFunction.backward` returns."""
+    projection, kept = ctx.projection, saved.kept
+    dtype, format, w_t = projection.weights[0].dtype, projection.recipe.grad_output, kept.weight
+    if need_x and projection.transposes_weight:
+        w_t = ops.transpose_weight(w_t)
+    dx_TK, dw_ENK, db_EN = ops.block_scaled_linear_grad(
+        dy_TN,
+        saved.offs_E,
+        *((saved.x, saved.x_scale) if needs.weight else (None, None)),
+        *((w_t, kept.weight_scale) if need_x else (None, None)),
+        amax_epsilon=format.epsilon,
+        power_of_two_scales=format.power_of_two_scales,
+        bias_grad=needs.bias,
+        out_dtype=None if dtype is dy_TN.dtype else dtype,
+    )
+    if db_EN is not None:
+        db_EN = db_EN.to(ctx.bias_dtype)
+    return None, dx_TK, db_EN, None, None, dw_ENK

@@ -9,17 +9,16 @@ T rows, E groups, K in_features, N out_features, r the rank, padded to what GEMM
 Each is a product with h = scaling * x @ A.T or dh = scaling * dy @ B, which are [T, r].
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from grouped_linear import ops
-from grouped_linear.autograd.gemm import LowRankTerm, multiply
+from grouped_linear.autograd.gemm import Gemm, LowRankTerm
 from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE
 from grouped_linear.recipes import Operands
-
-#: A, B and the scaling; each None without an adapter.
-Adapter = tuple[Tensor | None, Tensor | None, float | None]
 
 
 def padded_factors(a_ErK: Tensor, b_ENr: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -34,73 +33,74 @@ def padded_factors(a_ErK: Tensor, b_ENr: Tensor, dtype: torch.dtype) -> tuple[Te
     return a_ErK, b_ENr
 
 
-def forward_term(
-    adapter: Adapter, x: Tensor, offs_E: Tensor, rows: Tensor | None = None
-) -> LowRankTerm | None:
-    """What fprop of the projection adds, h and B, of x or x[rows]; None without an adapter."""
-    a_ErK, b_ENr, scaling = adapter
-    if a_ErK is None or b_ENr is None or scaling is None:
-        return None
-    a_ErK, b_ENr = padded_factors(a_ErK, b_ENr, x.dtype)
-    return _term(x, a_ErK.mT, b_ENr.mT, scaling, offs_E, rows)
+class Adapter(NamedTuple):
+    """The adapter of a projection in one call."""
 
+    a_ErK: Tensor
+    b_ENr: Tensor
+    scaling: float
+    mask: Tensor | None = None
+    """What dropout multiplies the adapter's input by; None without dropout."""
 
-def backward_term(
-    adapter: Adapter, dy: Tensor, offs_E: Tensor, rows: Tensor | None = None
-) -> LowRankTerm | None:
-    """What dgrad of the projection adds, dh and A, of dy or dy[rows]; None without an adapter."""
-    a_ErK, b_ENr, scaling = adapter
-    if a_ErK is None or b_ENr is None or scaling is None:
-        return None
-    a_ErK, b_ENr = padded_factors(a_ErK, b_ENr, dy.dtype)
-    return _term(dy, b_ENr, a_ErK, scaling, offs_E, rows)
+    def input(self, x: Tensor) -> Tensor:
+        """What A multiplies: x after dropout."""
+        return x if self.mask is None else x * self.mask
 
+    def forward_term(self, x: Tensor, offs_E: Tensor, rows: Tensor | None = None) -> LowRankTerm:
+        """What fprop adds: h and B, of the input x or x[rows]."""
+        a_ErK, b_ENr = padded_factors(self.a_ErK, self.b_ENr, x.dtype)
+        return self._term(x, a_ErK.mT, b_ENr.mT, offs_E, rows)
 
-def _term(
-    t: Tensor, first: Tensor, second: Tensor, scaling: float, offs_E: Tensor, rows: Tensor | None
-) -> LowRankTerm:
-    w = Operands(None, columnwise=first)
-    product_Tr = multiply(Operands(t), w, offs_E, None, t.dtype, rows=rows)
-    return LowRankTerm(product_Tr if scaling == 1 else product_Tr * scaling, second)
+    def backward_term(self, dy: Tensor, offs_E: Tensor, rows: Tensor | None = None) -> LowRankTerm:
+        """What dgrad adds: dh and A, of dy or dy[rows]."""
+        a_ErK, b_ENr = padded_factors(self.a_ErK, self.b_ENr, dy.dtype)
+        return self._term(dy, b_ENr, a_ErK, offs_E, rows)
 
+    def _term(
+        self, t: Tensor, first: Tensor, second: Tensor, offs_E: Tensor, rows: Tensor | None
+    ) -> LowRankTerm:
+        w = Operands(None, None, first)
+        product_Tr = Gemm(Operands(t), w, offs_E, t.dtype, rows=rows).compute()
+        return LowRankTerm(product_Tr if self.scaling == 1 else product_Tr * self.scaling, second)
 
-def grad_of_a(
-    a_ErK: Tensor, dh_Tr: Tensor, x: Tensor, offs_E: Tensor, x_rows: Tensor | None = None
-) -> Tensor:
-    """The gradient of A as it was given, of x or of x[x_rows]."""
-    da = ops.grouped_mm_wgrad(dh_Tr, x, offs_E, a_ErK.dtype, x_rows=x_rows)
-    return da[:, : a_ErK.size(1)]
+    def grads(
+        self,
+        dy_TN: Tensor,
+        x: Tensor | None,
+        h_Tr: Tensor | None,
+        offs_E: Tensor,
+        dgrad: bool,
+        x_rows: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, LowRankTerm | None]:
+        """Compute the gradients of A and B, and what dgrad of the projection adds.
 
+        Args:
+            dy_TN: the gradient of the projection's output.
+            x: the projection's input, before dropout; None where A needs no gradient.
+            h_Tr: what A's product was; None where B needs no gradient.
+            offs_E: int32 group ends.
+            dgrad: whether the gradient of x is needed.
+            x_rows: with x[x_rows] in place of x.
+        """
+        da = db = term = None
+        if h_Tr is not None:
+            db = self.grad_of_b(dy_TN, h_Tr, offs_E)
+        if x is not None or dgrad:
+            term = self.backward_term(dy_TN, offs_E)
+        if x is not None and term is not None:
+            da = self.grad_of_a(term.a_Tr, self.input(x), offs_E, x_rows)
+        return da, db, term if dgrad else None
 
-def grad_of_b(
-    b_ENr: Tensor, dy: Tensor, h_Tr: Tensor, offs_E: Tensor, dy_rows: Tensor | None = None
-) -> Tensor:
-    """The gradient of B as it was given, of dy or of dy[dy_rows]."""
-    db = ops.grouped_mm_wgrad(dy, h_Tr, offs_E, b_ENr.dtype, dy_rows=dy_rows)
-    return db[..., : b_ENr.size(2)]
+    def grad_of_a(
+        self, dh_Tr: Tensor, x: Tensor, offs_E: Tensor, x_rows: Tensor | None = None
+    ) -> Tensor:
+        """The gradient of A as it was given, of the input x or x[x_rows]."""
+        da = ops.grouped_mm_wgrad(dh_Tr, x, offs_E, self.a_ErK.dtype, x_rows=x_rows)
+        return da[:, : self.a_ErK.size(1)]
 
-
-def low_rank_grads(
-    adapter: Adapter,
-    dy_TN: Tensor,
-    x: Tensor | None,
-    h_Tr: Tensor | None,
-    offs_E: Tensor,
-    need_x: bool,
-    x_rows: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, LowRankTerm | None]:
-    """Compute the gradients of A and B, and what dgrad of the projection adds.
-
-    A multiplied x or x[x_rows], which is None where A needs no gradient; as h_Tr is for B.
-    """
-    a_ErK, b_ENr, _ = adapter
-    if a_ErK is None or b_ENr is None:
-        return None, None, None
-    da = db = term = None
-    if h_Tr is not None:
-        db = grad_of_b(b_ENr, dy_TN, h_Tr, offs_E)
-    if x is not None or need_x:
-        term = backward_term(adapter, dy_TN, offs_E)
-    if x is not None and term is not None:
-        da = grad_of_a(a_ErK, term.a_Tr, x, offs_E, x_rows)
-    return da, db, term if need_x else None
+    def grad_of_b(
+        self, dy: Tensor, h_Tr: Tensor, offs_E: Tensor, dy_rows: Tensor | None = None
+    ) -> Tensor:
+        """The gradient of B as it was given, of dy or dy[dy_rows]."""
+        db = ops.grouped_mm_wgrad(dy, h_Tr, offs_E, self.b_ENr.dtype, dy_rows=dy_rows)
+        return db[..., : self.b_ENr.size(2)]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.autograd.gemm import weight_grad
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
+from grouped_linear.autograd.wgrad import Wgrad
 from grouped_linear.ops.gradients import WITHOUT_GRADIENT
 
 
@@ -35,16 +35,20 @@ def _grouped_mm_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         if rows_T is not None:
             da_TK = _sum_by_row(a_TK, da_TK, rows_T, offs_E)
     if need_b:
-        operands = dy_cast_TN, a_TK, None, None, offs_E
-        db_EKN = weight_grad(b_EKN.mT, b_EKN.dtype, *operands, x_rows=rows_T).mT
+        db_EKN = _wgrad(b_EKN, dy_cast_TN, a_TK, offs_E, rows_T)
     if need_bias:
         d_bias_EN = ops.grouped_bias_grad(dy_TN, offs_E).to(ctx.bias_dtype)
     if need_low_a:
         d_low_Tr = ops.grouped_mm(dy_cast_TN, low_ErN.mT, offs_E)
     if need_low_b:
-        operands = dy_cast_TN, low_Tr, None, None, offs_E
-        d_low_ErN = weight_grad(low_ErN.mT, low_ErN.dtype, *operands).mT
+        d_low_ErN = _wgrad(low_ErN, dy_cast_TN, low_Tr, offs_E, None)
     return da_TK, db_EKN, None, d_bias_EN, None, None, d_low_Tr, d_low_ErN
+
+
+def _wgrad(b: Tensor, dy: Tensor, a: Tensor, offs: Tensor, rows: Tensor | None) -> Tensor:
+    (db,) = Wgrad((b.mT,), None, dy, a, None, None, offs, x_rows=rows).compute()
+    assert db is not None
+    return db.mT
 
 
 def _sum_by_row(a: Tensor, da_TK: Tensor, rows_T: Tensor, offs_E: Tensor) -> Tensor:

@@ -21,17 +21,18 @@ def sum_of_rows(y_RH: Tensor, row_TC: Tensor, weight_TC: Tensor | None = None) -
     return ops.gather_sum(y_RH, row_TC, None if weight_TC is None else weight_TC.float())
 
 
-def truncate_routing(routing: ops.SortedByExpert, max_rows: int) -> ops.SortedByExpert:
+def truncate_routing(routing: ops.SortedByExpert, max_rows: int) -> "ChosenRows":
     """Keep the first `max_rows` rows and one row of no expert, to which all other choices point.
 
     A row of no expert is zero, so the other choices add nothing.
     """
     choice_R, token_R, row_TC, offs_E = routing
-    return ops.SortedByExpert(
+    return ChosenRows(
         choice_R[: max_rows + 1],
         token_R[: max_rows + 1],
         row_TC.clamp(max=max_rows),
         offs_E.clamp(max=max_rows),
+        offs_E,
     )
 
 
@@ -46,8 +47,24 @@ def _dot_of_biases(d_out_TH: Tensor, bias_EH: Tensor, row_TC: Tensor, offs_E: Te
     return ops.gather_dot(d_out_TH, bias_EH, experts_TC)
 
 
-class ChosenRows(ops.SortedByExpert):
+class ChosenRows(NamedTuple):
     """The rows of an expert layer: each token's, once for every expert chosen for it."""
+
+    choice: Tensor
+    token: Tensor
+    row: Tensor
+    offs: Tensor
+    routed: Tensor | None = None
+    """[E] int32 group ends before rows were dropped; None where none were."""
+
+    def tokens(self, x: Tensor, *, again: bool = False) -> Tensor:
+        """Each row's token; see :meth:`grouped_linear.ops.SortedByExpert.tokens`."""
+        return ops.SortedByExpert(*self.tensors).tokens(x, again=again)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a backward reads: the fields of :class:`grouped_linear.ops.SortedByExpert`."""
+        return self[:4]
 
     def source(self, x_TH: Tensor) -> Gathered:
         """The rows of tokens or of their gradients, not gathered yet: a kernel may do it."""
@@ -91,6 +108,11 @@ class SortedRows(NamedTuple):
         """No row is gathered."""
         return None
 
+    @property
+    def tensors(self) -> tuple[Tensor]:
+        """What a backward reads."""
+        return self
+
     def source(self, x_RH: Tensor) -> Tensor:
         """The rows, unchanged."""
         return x_RH
@@ -122,7 +144,7 @@ class SortedRows(NamedTuple):
 
 def rows_of(tensors: tuple[Tensor, ...]) -> ChosenRows | SortedRows:
     """ChosenRows or SortedRows, from its fields."""
-    return ChosenRows(*tensors) if len(tensors) == 4 else SortedRows(*tensors)
+    return SortedRows(*tensors) if len(tensors) == 1 else ChosenRows(*tensors)  # type: ignore[call-arg]
 
 
 class GatherFunction(torch.autograd.Function):

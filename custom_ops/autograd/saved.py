@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grouped_linear.recipes import Format
+from grouped_linear.recipes import Recipe
 
 OVERWRITTEN = "modified by an inplace operation"
 # As the engine names it: "[torch.FloatTensor [5, 16]], which is output 0 of MulBackward0, is at".
@@ -34,9 +34,9 @@ def saved_tensors(ctx: Any, layer: str) -> Any:
         ) from error
 
 
-def scale_of(format: Format) -> Tensor | None:
-    """The scales that the backward reads from a format's state.
+def scales_of(*recipes: Recipe) -> list[Tensor]:
+    """The scales that a backward reads from the states of recipes' formats.
 
     They are saved so that an update between a forward and its backward raises.
     """
-    return None if format.state is None else format.state.scale
+    return [state.scale for recipe in recipes for state in recipe.states]

@@ -3,15 +3,14 @@
 E groups, K in_features, N out_features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.autograd.gemm import weight_grad
-from grouped_linear.recipes import WeightList
+from grouped_linear.recipes import WeightList, is_transposed
 
 
 class MainGrad(NamedTuple):
@@ -25,23 +24,22 @@ class MainGrad(NamedTuple):
     """Whether zeros are returned as gradients, too, for code that waits for a gradient."""
 
 
-def edges_behind(before: Sequence[Any], count: int) -> slice:
-    """Where ctx.next_functions has ``count`` tensors whose Function is given ``before`` first.
+def edges_of(arguments: Sequence[Any], places: Iterable[int]) -> list[int]:
+    """Where ctx.next_functions has the tensors at these places among a Function's arguments.
 
     Autograd makes an edge for each argument that is a tensor, and none for another.
     """
-    first = sum(isinstance(argument, Tensor) for argument in before)
-    return slice(first, first + count)
+    return [sum(isinstance(t, Tensor) for t in arguments[:place]) for place in places]
 
 
-def needs_grad_now(ctx: Any, needed: Sequence[bool], edges: slice) -> Sequence[bool]:
+def needs_grad_now(ctx: Any, needed: Sequence[bool], edges: Sequence[int]) -> Sequence[bool]:
     """Tell which of the needed gradients this run of the backward was asked for.
 
     ``ctx.needs_input_grad`` says what a backward may be asked for. torch.autograd.grad of x alone
     does not ask for the weight's gradient, which must then be neither added to main_grad nor
     deferred. Callers do not ask about gradients that are only returned: this takes 3 us. A compiled
     backward computes all gradients, and so does one that is run for some of several experts.
-    ``edges`` are from :func:`edges_behind`.
+    ``edges`` are from :func:`edges_of`.
     """
     if torch.compiler.is_compiling():
         return needed
@@ -52,7 +50,7 @@ def needs_grad_now(ctx: Any, needed: Sequence[bool], edges: slice) -> Sequence[b
         except RuntimeError:  # a leaf, whose gradient torch.autograd.grad returns
             return True
 
-    nodes = (node for node, _ in ctx.next_functions[edges])
+    nodes = (ctx.next_functions[edge][0] for edge in edges)
     return [need and runs(node) for need, node in zip(needed, nodes, strict=True)]
 
 
@@ -89,7 +87,22 @@ class Wgrad(NamedTuple):
         return (None,) * len(weights)
 
     def _product(self, dtype: torch.dtype) -> Tensor:
-        return weight_grad(self.weights[0], dtype, *self[2:])
+        """The gradient in the weight's memory layout.
+
+        Autograd copies a gradient whose layout differs from its parameter's. For a weight that is
+        stored as [E, K, N] the GEMM is therefore ``x.T @ dy``, except where dy is e5m2, which the
+        kernel reads as the left operand only.
+        """
+        weights, _, dy, x, dy_scale, x_scale, offs, dy_rows, x_rows = self
+        swapped = is_transposed(weights[0]) and dy.dtype == x.dtype
+        if swapped:
+            dy, x, dy_scale, x_scale = x, dy, x_scale, dy_scale
+            dy_rows, x_rows = x_rows, dy_rows
+        if dy_scale is None or x_scale is None:
+            dw = ops.grouped_mm_wgrad(dy, x, offs, dtype, dy_rows, x_rows)
+        else:
+            dw = ops.grouped_scaled_mm_wgrad(dy, x, dy_scale, x_scale, offs, dtype)
+        return dw.mT if swapped else dw
 
     def _add_to(self, main_grads: WeightList, overwrite: Tensor | None) -> None:
         dy, x, dy_scale, x_scale, offs = self.dy, self.x, self.dy_scale, self.x_scale, self.offs

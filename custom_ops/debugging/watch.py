@@ -17,13 +17,14 @@ from grouped_linear.debugging.statistics import (
     Statistics,
     statistics_of_layer,
 )
-from grouped_linear.integrations.experts import experts_of
+from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.grouped_experts import as_matrices
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.watch import MAXIMA
 from grouped_linear.nn.watched import ROLES, WatchedLayer
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.weight import local_part
+from grouped_linear.recipes import DelayedScalingState
 
 #: Where a reading goes: a CSV, TensorBoard's writer, or a function.
 Destination = str | Path | Callable[[Statistics], Any] | Any | None
@@ -62,7 +63,7 @@ class Watch:
         for module, experts in zip(self._modules.values(), watched.values(), strict=True):
             if getattr(module, "watched", None) is None:
                 device = next(module.parameters()).device
-                module.watched = WatchedLayer(experts.weights, experts.num_experts, device)
+                module.watched = _watched_layer(module, experts, device)
             module.watched.rows = rows
         self.layers: dict[str, WatchedLayer] = {n: m.watched for n, m in self._modules.items()}
         self._before: dict[str, Tensor] = {}
@@ -225,6 +226,15 @@ def watch(
     128
     """
     return Watch(model, every, rows, to)
+
+
+def _watched_layer(module: Any, experts: Experts, device: torch.device) -> WatchedLayer:
+    """What counts a module's calls, with the recipes of all of them."""
+    recipes = [experts.recipe]
+    for state in module.modules():
+        if isinstance(state, DelayedScalingState):
+            recipes += state.recipes
+    return WatchedLayer(experts.weights, experts.num_experts, device, recipes)
 
 
 def _is_writer(to: Any) -> bool:

@@ -21,7 +21,7 @@ from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.look_alikes import look_alikes
 from grouped_linear.integrations.request import Replaced, Request, warn_of_others_that_hold
 from grouped_linear.integrations.wrappers import adapted
-from grouped_linear.nn.options import check_flags, check_recipe
+from grouped_linear.nn.checks import check_flags, check_recipe
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import Weights, check_weights_kept
 from grouped_linear.recipes import Float8BlockScaling, Recipe

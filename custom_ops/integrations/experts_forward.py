@@ -15,14 +15,16 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from grouped_linear import ops
 from grouped_linear.autograd.activation import MLPConfig
-from grouped_linear.autograd.context import PLAIN_CALL, LinearOptions, StoredWeight
+from grouped_linear.autograd.projection import StoredWeight
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.integrations.activations import activation_of
 from grouped_linear.integrations.converted_class import class_before
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, ceil_div, dtype_name
-from grouped_linear.nn.functional import apply_layer, check_parameters
+from grouped_linear.nn.checks import check_parameters
+from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.functional_mlp import apply_mlp
 from grouped_linear.nn.lora import LoraWeights
+from grouped_linear.nn.projection import ProjectionArguments
 from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import stored_weight
@@ -66,44 +68,31 @@ def experts_forward(
     def bias(name: str) -> Tensor | None:
         return getattr(experts, f"{name}_bias") if experts.has_bias else None
 
-    def watching(options: LinearOptions, number: int) -> LinearOptions:
-        watched = getattr(experts, "watched", None)
-        return options if watched is None else options._replace(watched=watched.of_call(number))
+    def projection(number: int) -> ProjectionArguments:
+        name, watched = (first, second)[number], getattr(experts, "watched", None)
+        w, stored = _operand(experts, name, recipe)
+        of_call = recipe if watched is None else watched.recipe(recipe, number)
+        return ProjectionArguments((w,), bias(name), of_call, lora.get(name), stored)
 
     activation = activation_of(experts)
     if activation is not None:
-        (gate_up, of_gate_up), (down, of_down) = (
-            _operand(experts, name, recipe) for name in (first, second)
-        )
-        options = watching(of_gate_up, 0), watching(of_down, 1)
-        y_TH = apply_mlp(
-            hidden_states,
-            top_k_weights,
-            top_k_index,
-            (gate_up, down),
-            (bias(first), bias(second)),
-            (recipe, recipe),
-            MLPConfig(activation, save_gate_up_in_fp8),
-            options,
-            lora=(lora.get(first), lora.get(second)),
-        )
-        return y_TH.to(hidden_states.dtype)
+        config = MLPConfig(activation, save_gate_up_in_fp8)
+        given = hidden_states, top_k_weights, top_k_index, projection(0), projection(1), config
+        return apply_mlp(*given).to(hidden_states.dtype)
     check_activation("grouped_linear", experts, save_gate_up_in_fp8)
 
     routing = ops.sort_by_expert(top_k_index, experts.num_experts)
     m_splits_E = routing.offs.diff(prepend=routing.offs.new_zeros(1))
 
-    def layer(x: Tensor, name: str) -> Tensor:
-        b = bias(name)
-        check_parameters("grouped_linear", bias=b)
-        w, options = _operand(experts, name, recipe)
-        options = watching(options, (first, second).index(name))
-        return apply_layer(x, (w,), b, m_splits_E, recipe, options, lora=lora.get(name))
+    def layer(x: Tensor, number: int) -> Tensor:
+        given = projection(number)
+        check_parameters("grouped_linear", bias=given.bias)
+        return apply_linear(x, m_splits_E, given)
 
     x_RH = GatherFunction.apply(hidden_states, *routing)
-    gate_up_RG = layer(x_RH, first)
+    gate_up_RG = layer(x_RH, 0)
     h_RF = experts._apply_gate(gate_up_RG) if experts.has_gate else experts.act_fn(gate_up_RG)
-    y_RH = layer(h_RF, second)
+    y_RH = layer(h_RF, 1)
     if experts.has_post_expert_norm:
         y_RH = experts.post_expert_norm(y_RH)
     out_TH: Tensor = CombineFunction.apply(y_RH, top_k_weights, *routing)
@@ -134,8 +123,8 @@ def recipe_of(experts: Any, recipe: Recipe | None) -> Recipe | None:
     return own
 
 
-def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, LinearOptions]:
-    """A weight as [E, N, K] and the options of a call with it: it may be quantized already."""
+def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, StoredWeight | None]:
+    """A weight as [E, N, K], and where it is quantized already what GEMMs read."""
     if is_in_fp8(experts):  # a backward transposes it for itself
         if is_parametrized(experts):
             raise ValueError(
@@ -145,20 +134,20 @@ def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, Li
             )
         check_recipe_reads_fp8("grouped_linear", recipe)
         kept = weight_in_fp8("grouped_linear", experts, name)
-        return kept.values, LinearOptions(stored=StoredWeight(kept))
+        return kept.values, StoredWeight(kept)
     stored: Tensor = getattr(experts, name)
     if not experts.is_transposed:
-        return stored, PLAIN_CALL
+        return stored, None
     beside = stored_weight("grouped_linear", stored, recipe)
     if beside is None or beside.scale is None:  # a format of one's own is of [E, N, K]
-        return stored.transpose(1, 2), PLAIN_CALL
+        return stored.transpose(1, 2), None
     q, scale, q_t = beside
     assert scale is not None
     q_t = ops.transpose_weight(q) if q_t is None else q_t
     transposed = QuantizedWeight(q_t, scale.mT if scale.dim() == 3 else scale, q)
     learns = isinstance(stored, GroupedTensorWithMaster)
     w = stored.transpose(1, 2) if learns else q_t
-    return w, LinearOptions(stored=StoredWeight(transposed))
+    return w, StoredWeight(transposed)
 
 
 def is_in_fp8(experts: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn.functional import silu
 
 from grouped_linear.autograd.activation import MLPConfig
-from grouped_linear.autograd.context import PLAIN_CALL, LinearOptions, StoredWeight
+from grouped_linear.autograd.projection import StoredWeight
 from grouped_linear.integrations.converted_class import (
     check_forward_can_change,
     convert_class,
@@ -31,8 +31,10 @@ from grouped_linear.integrations.request import (
     where_in,
 )
 from grouped_linear.nn.check_swiglu import Expert, check_swiglu
-from grouped_linear.nn.functional import apply_layer, check_parameters, check_whole
+from grouped_linear.nn.checks import check_parameters, check_whole
+from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.functional_mlp import apply_mlp_sorted
+from grouped_linear.nn.projection import ProjectionArguments
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.weight import KEPT, is_dtensor, keep_weight, local_part
 from grouped_linear.recipes import Recipe, new_state
@@ -231,12 +233,14 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None) -> dict[str, Any]:
         states: Any = getattr(self, "scaling_states", None) or (None,) * len(form.weights)
         watched = getattr(self, "watched", None)
 
-        def operand(i: int) -> tuple[Any, LinearOptions]:
-            watching = None if watched is None else watched.of_call(i)
+        def projection(i: int, bias: Tensor | None = None) -> ProjectionArguments:
+            of_call = recipe if states[i] is None else states[i].of_call()
+            of_call = of_call if watched is None else watched.recipe(of_call, i)
             frozen = self.frozen_weight(form.weights[i])
             if frozen is not None:
                 kept = frozen.each(local_part)
-                return kept.values, LinearOptions(stored=StoredWeight(kept), watched=watching)
+                stored = StoredWeight(kept)
+                return ProjectionArguments((kept.values,), bias, of_call, stored=stored)
             weight, state = local_part(getattr(self, form.weights[i])), states[i]
             held = None if state is None else len(state.weight.scale)
             if held is not None and len(weight) != held:
@@ -248,14 +252,10 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None) -> dict[str, Any]:
             if recipe is None or not recipe.weight.reads_any_dtype:
                 weight = weight.to(x.dtype)
             check_parameters("grouped_linear", weight=weight)
-            options = PLAIN_CALL if watching is None else LinearOptions(watched=watching)
-            return as_matrices(weight), options
-
-        of_call = [recipe if state is None else state.of_call() for state in states]
+            return ProjectionArguments((as_matrices(weight),), bias, of_call)
 
         def layer(x: Tensor, i: int) -> Tensor:
-            w, options = operand(i)
-            return apply_layer(x, (w,), None, m_splits_E, of_call[i], options)
+            return apply_linear(x, m_splits_E, projection(i))
 
         if not form.gate_up_is_one:
             return layer(silu(layer(x, 0)) * layer(x, 1), 2).to(x.dtype)
@@ -269,17 +269,9 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None) -> dict[str, Any]:
         degree = _tensor_parallel_degree(getattr(self, form.weights[0]))
         if down_bias is not None and degree > 1:
             down_bias = down_bias - down_bias.detach() * (1 - 1 / degree)
-        (gate_up, of_gate_up), (down, of_down) = operand(0), operand(1)
-        return apply_mlp_sorted(
-            x,
-            m_splits_E,
-            None,
-            (gate_up, down),
-            (gate_up_bias, down_bias),
-            (of_call[0], of_call[1]),
-            MLPConfig(form.activation(self), False),
-            (of_gate_up, of_down),
-        ).to(x.dtype)
+        projections = projection(0, gate_up_bias), projection(1, down_bias)
+        config = MLPConfig(form.activation(self), False)
+        return apply_mlp_sorted(x, m_splits_E, None, *projections, config).to(x.dtype)
 
     def forward_RD(self: Any, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         return forward(self, x_RD, num_tokens_per_expert_E)

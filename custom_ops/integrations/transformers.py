@@ -10,7 +10,7 @@ import transformers
 
 from grouped_linear.integrations.fp8_checkpoint import fp8_quantization_config, fp8_tensors
 from grouped_linear.integrations.implementation import Implementation
-from grouped_linear.nn.options import check_flags, check_recipe
+from grouped_linear.nn.checks import check_flags, check_recipe
 from grouped_linear.recipes import Recipe
 
 __all__ = ["fp8_quantization_config", "fp8_tensors", "register"]

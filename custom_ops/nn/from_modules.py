@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from grouped_linear.nn.check_swiglu import Expert, check_swiglu
-from grouped_linear.nn.functional import check_whole
+from grouped_linear.nn.checks import check_whole
 
 Names = tuple[str, str, str]
 Parameters = dict[str, nn.Parameter]

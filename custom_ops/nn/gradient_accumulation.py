@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grouped_linear.autograd.context import StoredWeight
+from grouped_linear.autograd.projection import StoredWeight
 from grouped_linear.autograd.wgrad import MainGrad
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.quantized.weight import local_part

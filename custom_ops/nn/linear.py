@@ -4,19 +4,24 @@ T rows, E groups, K in_features, N out_features.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.autograd.context import LinearOptions, StoredWeight
-from grouped_linear.autograd.wgrad import Wgrad
+from grouped_linear.nn.checks import (
+    check_features,
+    check_flags,
+    check_num_groups,
+    check_options,
+    check_parameters,
+)
 from grouped_linear.nn.from_modules import fill, stack_linears
-from grouped_linear.nn.functional import apply_layer, check_parameters
-from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_grad_of, read_flag
-from grouped_linear.nn.lora import HasAdapters, Lora, LoraWeights, check_lora
-from grouped_linear.nn.options import check_features, check_flags, check_num_groups, check_options
+from grouped_linear.nn.functional import apply_linear
+from grouped_linear.nn.gradient_accumulation import read_flag
+from grouped_linear.nn.lora import HasAdapters, Lora, check_lora
+from grouped_linear.nn.projection import ProjectionArguments, arguments_of_layer
 from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.quantized.frozen import STORAGES
 from grouped_linear.quantized.weight import Weights, check_weights_kept, is_dtensor, keep_weight
@@ -237,41 +242,24 @@ class GroupedLinear(HasAdapters):
             ValueError: for ``is_first_microbatch`` under a recipe that caches weights and without
                 ``cache_weights``, unless the weight is stored quantized anyway.
         """
-        named = {"weight": self.weight}
-        lora = self._adapter("weight")
-        return self._multiply(x, named, self.bias, m_splits, is_first_microbatch, lora=lora)
+        given = self._projection(x, {"weight": self.weight}, self.bias, is_first_microbatch)
+        return apply_linear(x, m_splits, given)
 
-    def _multiply(
+    def _projection(
         self,
         x: Tensor,
-        named_weights: Mapping[str, Any],
+        weights: Mapping[str, Any],
         bias: Tensor | None,
-        m_splits: Tensor | Sequence[int],
         is_first_microbatch: Tensor | bool | None,
-        save_input: bool = False,
-        defer_wgrad: Callable[[Wgrad], None] | None = None,
-        lora: LoraWeights | None = None,
-    ) -> Tensor:
-        """:meth:`forward` with the weights, the bias and the options that a subclass chooses."""
-        frozen = self.frozen_weight("weight")
-        weights = tuple(named_weights.values()) if frozen is None else (frozen.values,)
+    ) -> ProjectionArguments:
+        """The projection in a call, of the weights by name and the bias that a subclass chooses."""
+        stores_weight = self.weight_cache is not None or self.weights is not None
+        first = read_flag("GroupedLinear", is_first_microbatch, x, self._recipe, stores_weight)
+        given = arguments_of_layer(self, "GroupedLinear", "weight", weights, bias, first)
         check_parameters("grouped_linear", bias=bias)
-        if frozen is None:
-            check_parameters("grouped_linear", weight=weights[0])
-        recipe, state, cache = self._recipe, self.weight_state, self.weight_cache
-        stores_weight = cache is not None or self.weights is not None
-        first = read_flag("GroupedLinear", is_first_microbatch, x, recipe, stores_weight)
-        main_grad = None
-        if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
-            main_grad = main_grad_of("GroupedLinear", named_weights, first)
-        stored = cached_weight("GroupedLinear", cache, weights, first)
-        if frozen is not None:
-            stored = StoredWeight(frozen)
-        watched = None if self.watched is None else self.watched.of_call()
-        options = LinearOptions(stored, main_grad, save_input, defer_wgrad, watched=watched)
-        if state is not None:
-            recipe = state.of_call(cache is not None and fills(first))
-        return apply_layer(x, weights, bias, m_splits, recipe, options, lora)
+        if given.stored is None:
+            check_parameters("grouped_linear", weight=given.weights[0])
+        return given
 
     def extra_repr(self) -> str:
         """The options that tell layers apart."""

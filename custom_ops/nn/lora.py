@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout as drop
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.quantized.frozen import KeepsFrozen
@@ -99,13 +98,6 @@ def check_lora(layer: str, lora: Any) -> None:
     """Raise ValueError unless it is None or a Lora."""
     if lora is not None and not isinstance(lora, Lora):
         raise ValueError(f"{layer}: lora must be None or a grouped_linear.Lora, got {lora!r}")
-
-
-def dropped(x: Tensor, lora: LoraWeights | None) -> Tensor | None:
-    """The adapter's input after dropout; None where it is x itself."""
-    if lora is None or lora.dropout == 0:
-        return None
-    return drop(x, lora.dropout)
 
 
 class HasAdapters(KeepsFrozen):

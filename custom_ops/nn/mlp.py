@@ -4,24 +4,30 @@ E experts, C experts chosen for a token, H features of a token, F features insid
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from grouped_linear.autograd.activation import MLPConfig
-from grouped_linear.autograd.context import LinearOptions, StoredWeight
+from grouped_linear.nn.checks import (
+    check_activation,
+    check_features,
+    check_flags,
+    check_num_groups,
+    check_options,
+)
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.from_modules import fill, stack_experts
-from grouped_linear.nn.functional_mlp import apply_mlp, apply_mlp_sorted, check_activation
-from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_grad_of, read_flag
-from grouped_linear.nn.lora import HasAdapters, Lora, LoraWeights, check_lora
-from grouped_linear.nn.options import check_features, check_flags, check_num_groups, check_options
+from grouped_linear.nn.functional_mlp import apply_mlp, apply_mlp_sorted
+from grouped_linear.nn.gradient_accumulation import read_flag
+from grouped_linear.nn.lora import HasAdapters, Lora, check_lora
+from grouped_linear.nn.projection import ProjectionArguments, arguments_of_layer
 from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.quantized.frozen import STORAGES
-from grouped_linear.quantized.weight import Weights, check_weights_kept, keep_weight, local_part
+from grouped_linear.quantized.weight import Weights, check_weights_kept, keep_weight
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
 
@@ -257,10 +263,10 @@ class GroupedMLP(HasAdapters):
                 "GroupedMLP: the dispatcher chooses max_rows where experts are on several "
                 "processes: give it a capacity_factor"
             )
-        call = self._of_call(x, is_first_microbatch)
-        return apply_mlp(
-            x, top_k_weights, top_k_index, *call, max_rows=max_rows, dispatcher=self.dispatcher
-        )
+        config = MLPConfig(self.activation, self.save_gate_up_in_fp8)
+        projections = self._projections(x, is_first_microbatch)
+        given = x, top_k_weights, top_k_index, *projections, config
+        return apply_mlp(*given, max_rows=max_rows, dispatcher=self.dispatcher)
 
     def forward_sorted(
         self,
@@ -289,42 +295,23 @@ class GroupedMLP(HasAdapters):
         """
         if self.dispatcher is not None:
             raise ValueError("GroupedMLP: forward_sorted is for rows that no dispatcher sorts")
-        return apply_mlp_sorted(x, m_splits, row_weights, *self._of_call(x, is_first_microbatch))
+        config = MLPConfig(self.activation, self.save_gate_up_in_fp8)
+        projections = self._projections(x, is_first_microbatch)
+        return apply_mlp_sorted(x, m_splits, row_weights, *projections, config)
 
-    def _of_call(self, x: Tensor, is_first_microbatch: Tensor | bool | None) -> tuple[Any, ...]:
-        """Weights, biases, recipes, config, options and adapters, as :func:`apply_mlp` has them."""
+    def _projections(
+        self, x: Tensor, is_first_microbatch: Tensor | bool | None
+    ) -> tuple[ProjectionArguments, ProjectionArguments]:
+        """Those of gate_up_proj and of down_proj in a call."""
         stores_weight = self.gate_up_proj_cache is not None or self.weights is not None
         first = read_flag("GroupedMLP", is_first_microbatch, x, self._recipe, stores_weight)
-        fused = self.fuse_wgrad_accumulation and torch.is_grad_enabled()
-
-        # The experts of this process. FSDP2 has gathered what it shards.
-        local: Callable[[Any], Any] = _as_it_is if self.dispatcher is None else local_part
-
-        def weight_and_options(number: int, name: str) -> tuple[Any, LinearOptions]:
-            watched = None if self.watched is None else self.watched.of_call(number)
-            frozen = self.frozen_weight(name)
-            if frozen is not None:
-                frozen = frozen.each(local)
-                return frozen.values, LinearOptions(StoredWeight(frozen), watched=watched)
-            w, cache = getattr(self, name), getattr(self, f"{name}_cache")
-            stored = cached_weight("GroupedMLP", cache, (w,), first)
-            main_grad = main_grad_of("GroupedMLP", {name: w}, first) if fused else None
-            return local(w), LinearOptions(stored, main_grad, watched=watched)
-
-        gate_up_proj, of_gate_up = weight_and_options(0, "gate_up_proj")
-        down_proj, of_down = weight_and_options(1, "down_proj")
-        weights = gate_up_proj, down_proj
-        biases = local(self.gate_up_proj_bias), local(self.down_proj_bias)
-        lora = self._adapter("gate_up_proj"), self._adapter("down_proj")
+        weight, bias = {"gate_up_proj": self.gate_up_proj}, self.gate_up_proj_bias
+        gate_up = arguments_of_layer(self, "GroupedMLP", "gate_up_proj", weight, bias, first)
+        weight, bias = {"down_proj": self.down_proj}, self.down_proj_bias
+        down = arguments_of_layer(self, "GroupedMLP", "down_proj", weight, bias, first, 1)
         if self.dispatcher is not None:
-            lora = _local_adapter(lora[0]), _local_adapter(lora[1])
-        fills_cache = self.gate_up_proj_cache is not None and fills(first)
-        recipes = tuple(
-            self._recipe if state is None else state.of_call(fills_cache)
-            for state in (self.gate_up_proj_state, self.down_proj_state)
-        )
-        config = MLPConfig(self.activation, self.save_gate_up_in_fp8)
-        return weights, biases, recipes, config, (of_gate_up, of_down), lora
+            gate_up, down = gate_up.local(), down.local()
+        return gate_up, down
 
     def extra_repr(self) -> str:
         """The options that tell layers apart."""
@@ -335,15 +322,6 @@ class GroupedMLP(HasAdapters):
             f"activation={activation}, recipe={self.recipe}"
             + (f", lora={self._adapters}" if self._adapters else "")
         )
-
-
-def _as_it_is(t: Any) -> Any:
-    return t
-
-
-def _local_adapter(lora: LoraWeights | None) -> LoraWeights | None:
-    """The part of an adapter that is of the experts of this process."""
-    return None if lora is None else lora._replace(a=local_part(lora.a), b=local_part(lora.b))
 
 
 def _adapters_of(lora: Any) -> dict[str, Lora]:

@@ -1,25 +1,22 @@
-"""What a watched layer keeps: the numbers that it counts, and a flag on the device.
+"""What a watched layer keeps: the numbers that it counts, and recipes whose formats count.
 
 E groups (experts).
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.autograd.watched import Watched
-from grouped_linear.meta_kernels.watch import COLUMNS, MAXIMA, WATCH_COLUMNS
+from grouped_linear.meta_kernels.watch import COLUMNS, MAXIMA
+from grouped_linear.recipes import UNQUANTIZED, Recipe
+from grouped_linear.recipes.watched import ALL, PARTS, Counts, WatchedOperand
+
+__all__ = ["PARTS", "ROLES", "WatchedLayer"]
 
 #: What a linear layer multiplies, as a recipe names it, in the order of :meth:`WatchedLayer.read`.
 ROLES = ("input", "weight", "grad_output")
-
-
-#: Thread blocks of each group: one alone takes longer than the layer has time for.
-PARTS = 4
-#: Where all rows are read.
-ALL = 2**31 - 1
 
 
 class WatchedLayer(nn.Module):
@@ -32,45 +29,66 @@ class WatchedLayer(nn.Module):
         weights: the names of the layer's weights.
         num_groups: E.
         device: of the layer's parameters.
-
-    Attributes:
-        rows: how many rows of each group a call reads; None for all.
+        recipes: those of the layer's calls, which a compiled call then finds.
     """
 
-    rows: int | None = 4
-
-    _numbers: "_Numbers"
+    _counts: Counts
 
     def __init__(
-        self, weights: tuple[str, ...], num_groups: int, device: torch.device | str | None
+        self,
+        weights: tuple[str, ...],
+        num_groups: int,
+        device: torch.device | str | None,
+        recipes: Iterable[Recipe | None] = (),
     ) -> None:
         super().__init__()
         self.weights, self.num_groups = weights, num_groups
         with torch.inference_mode(False):  # in no tree of modules
-            vars(self)["_numbers"] = _Numbers(len(weights), num_groups, device)
+            vars(self)["_counts"] = Counts(len(weights), num_groups, device)
+        self._recipes: list[tuple[Recipe | None, int, Recipe]] = []
+        for recipe in recipes:
+            for number in range(len(weights)):
+                self.recipe(recipe, number)
+
+    def recipe(self, recipe: Recipe | None, number: int = 0) -> Recipe:
+        """A recipe of the same numbers whose formats count, for the layer's weight of a number."""
+        for given, of_weight, made in self._recipes:
+            if given is recipe and of_weight == number:
+                return made
+        plain, operand = UNQUANTIZED if recipe is None else recipe, (self._counts, number)
+        made = Recipe(
+            replace(plain.input, watched=WatchedOperand(*operand)),
+            replace(plain.weight, watched=WatchedOperand(*operand)),
+            replace(plain.grad_output, watched=WatchedOperand(*operand, True)),
+            requantize_weights=plain.requantize_weights,
+        )
+        if not torch.compiler.is_compiling():
+            self._recipes.append((recipe, number, made))
+        return made
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows of each group a call reads; None for all."""
+        return None if self._counts.rows == ALL else self._counts.rows
+
+    @rows.setter
+    def rows(self, rows: int | None) -> None:
+        self._counts.rows = ALL if rows is None else min(rows, ALL)
 
     @property
     def turn(self) -> Tensor:
         """The flag, an int32 on the device: 0 counts nothing, others say which rows are read."""
-        return self._numbers.turn
-
-    def of_call(self, weight: int = 0) -> Watched:
-        """What the call of one of the linear layers adds to."""
-        numbers = self._numbers
-        rows = ALL if self.rows is None else min(self.rows, ALL)
-        both = numbers.forward_stats, numbers.backward_stats
-        return Watched(*both, numbers.turn, rows, weight)
+        return self._counts.turn
 
     @torch.no_grad()
     def switch(self, turn: int) -> None:
         """Set the flag, which captured graphs read."""
-        self._numbers.turn.fill_(turn)
+        self._counts.turn.fill_(turn)
 
     @torch.no_grad()
     def read(self, reset: bool = True) -> Tensor:
         """[weights, 3, E, 14] float64 on the device: of each weight, role and group."""
-        numbers = self._numbers
-        both = numbers.forward_stats, numbers.backward_stats
+        both = self._counts.forward_stats, self._counts.backward_stats
         forward, backward = (_whole(t).unflatten(0, (-1, 2)) for t in both)
         read = torch.cat([forward, backward[:, 1:]], dim=1)
         read[:, 0] += backward[:, 0]  # where wgrad's columns share scales
@@ -81,8 +99,8 @@ class WatchedLayer(nn.Module):
     @torch.no_grad()
     def reset(self) -> None:
         """Forget the numbers."""
-        self._numbers.forward_stats.zero_()
-        self._numbers.backward_stats.zero_()
+        self._counts.forward_stats.zero_()
+        self._counts.backward_stats.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WatchedLayer":
         """Follow the model to another device, but keep each dtype."""
@@ -93,7 +111,7 @@ class WatchedLayer(nn.Module):
             return there if there.dtype == t.dtype else t.to(there.device)
 
         with torch.inference_mode(False), torch.no_grad():
-            self._numbers._apply(keep_dtype)
+            self._counts._apply(keep_dtype)
             if was_meta and not self.turn.is_meta:
                 self.reset()
                 self.switch(0)
@@ -105,19 +123,3 @@ def _whole(stats: Tensor) -> Tensor:
     whole, maxima = stats.sum(1), list(map(COLUMNS.index, MAXIMA))
     whole[..., maxima] = stats[..., maxima].amax(1)
     return whole
-
-
-class _Numbers(nn.Module):
-    """The tensors. They are buffers, which torch.compile takes to stay in place."""
-
-    forward_stats: Tensor
-    backward_stats: Tensor
-    turn: Tensor
-
-    def __init__(self, weights: int, num_groups: int, device: torch.device | str | None) -> None:
-        super().__init__()
-        like: dict[str, Any] = {"dtype": torch.float64, "device": device}
-        for name in ("forward_stats", "backward_stats"):
-            t = torch.zeros(2 * weights, PARTS, num_groups, WATCH_COLUMNS, **like)
-            self.register_buffer(name, t, persistent=False)
-        self.register_buffer("turn", torch.zeros((), dtype=torch.int32, device=device), False)

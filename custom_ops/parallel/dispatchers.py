@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import MAX_GROUPS, ceil_div
+from grouped_linear.nn.checks import check_flags
 from grouped_linear.nn.dispatcher import Dispatched, TokenDispatcher
-from grouped_linear.nn.options import check_flags
 from grouped_linear.parallel.exchange import (
     CollectFunction,
     Exchange,

@@ -13,12 +13,23 @@ from grouped_linear.recipes.delayed import (
     new_state,
     update_scales,
 )
-from grouped_linear.recipes.format import Format, Layouts, Operands, Values, WeightList
+from grouped_linear.recipes.format import (
+    BOTH,
+    COLUMNWISE_AGAIN,
+    ROWWISE,
+    Format,
+    Layouts,
+    Operands,
+    Values,
+    WeightList,
+)
 from grouped_linear.recipes.mx import MXFP8BlockScaling
 from grouped_linear.recipes.quantize import (
     Gathered,
+    GradFormats,
     RowOperands,
     Source,
+    SwigluGradOf,
     SwigluGradOperands,
     SwigluOf,
     quantize,
@@ -39,6 +50,9 @@ from grouped_linear.recipes.weight import (
 )
 
 __all__ = [
+    "BOTH",
+    "COLUMNWISE_AGAIN",
+    "ROWWISE",
     "UNQUANTIZED",
     "DelayedScaling",
     "DelayedScalingState",
@@ -46,6 +60,7 @@ __all__ = [
     "Float8CurrentScaling",
     "Format",
     "Gathered",
+    "GradFormats",
     "Layouts",
     "MXFP8BlockScaling",
     "OperandState",
@@ -54,6 +69,7 @@ __all__ = [
     "Recipe",
     "RowOperands",
     "Source",
+    "SwigluGradOf",
     "SwigluGradOperands",
     "SwigluOf",
     "Values",

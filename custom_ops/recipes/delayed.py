@@ -176,6 +176,11 @@ class DelayedScalingState(nn.Module):
         """The states of x, weight and dy."""
         return self.x, self.weight, self.dy
 
+    @property
+    def recipes(self) -> tuple[Recipe, Recipe, Recipe]:
+        """What :meth:`of_call` returns one of."""
+        return self._recording, self._filling, self._reading
+
     def reset(self) -> None:
         """Forget the scales and the histories."""
         for operand in self.operands:

@@ -5,7 +5,7 @@ T rows, E groups, K in_features, N out_features.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
@@ -52,6 +52,11 @@ class Layouts(NamedTuple):
     again: bool = False
     """Whether the forward has quantized the same tensor before: nothing is recorded, and compiled
     graphs make it again instead of keeping it."""
+
+
+#: The layouts that calls ask for most: making a named tuple takes 0.35 us.
+ROWWISE, BOTH = Layouts(True, False), Layouts(True, True)
+COLUMNWISE_AGAIN = Layouts(False, True, again=True)
 
 
 def with_shared_scale(
@@ -102,7 +107,8 @@ def check_flags(owner: str, **flags: Any) -> None:
 
 def changed_options(instance: Any) -> str:
     """The arguments of a dataclass that are not the defaults, as scikit-learn prints them."""
-    values = {o.name: (getattr(instance, o.name), o.default) for o in fields(instance) if o.init}
+    options = (o for o in fields(instance) if o.init and o.repr)
+    values = {o.name: (getattr(instance, o.name), o.default) for o in options}
     return ", ".join(f"{name}={v!r}" for name, (v, default) in values.items() if v != default)
 
 
@@ -135,6 +141,7 @@ class Format:
             place: t is the caller's tensor.
         state: where ``"delayed"`` scaling reads scales and records amaxes. A layer sets it.
         records: whether amaxes are recorded there.
+        watched: where a watched layer counts what becomes of its operand. The layer sets it.
 
     Raises:
         ValueError: for options that contradict each other or are out of range.
@@ -157,6 +164,7 @@ class Format:
     quantize: Callable[[Tensor, Tensor | None, Layouts], Operands | Tensor] | None = None
     state: Any = None
     records: bool = True
+    watched: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_amax_epsilon("Format", self.amax_epsilon)

@@ -8,7 +8,7 @@ T rows or tokens, R rows sorted by expert, E groups, K features, H features of a
 F features inside an expert, G = 2 F for gate and up together.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +40,23 @@ class Gathered(NamedTuple):
     """The rows that a routing makes of tokens: ``tokens[routing.token]``."""
 
     tokens_TH: Tensor
-    routing: ops.SortedByExpert
+    routing: Any
+    """A :class:`grouped_linear.ops.SortedByExpert`, or what has its ``token`` and ``tokens``."""
 
 
 class SwigluOf(NamedTuple):
     """``swiglu(gate_up)``."""
 
     gate_up_RG: Tensor
+    form: SwiGLU
+
+
+class SwigluGradOf(NamedTuple):
+    """The gradient of gate_up that :func:`grouped_linear.ops.swiglu_grad` returns."""
+
+    dh_RF: Tensor
+    gate_up_RG: Tensor
+    weight_R: Tensor
     form: SwiGLU
 
 
@@ -62,6 +72,19 @@ class RowOperands(NamedTuple):
     """Of the rowwise operand."""
     columnwise_rows: Tensor | None = None
     """Of the columnwise one."""
+
+
+class GradFormats(NamedTuple):
+    """What an expert's backward makes of an activation's gradient and of the weighted h."""
+
+    grad_output: Format
+    """The format of the gradient of the first layer's output."""
+    layouts: Layouts
+    """What to return of that gradient."""
+    input: Format
+    """The format of h, the second layer's input."""
+    h_columnwise: bool
+    """Whether to return h, columnwise."""
 
 
 class SwigluGradOperands(NamedTuple):
@@ -84,47 +107,78 @@ def quantize(source: Source, format: Format, offs_E: Tensor, layouts: Layouts) -
         offs_E: int32 group ends; rows at and past the last one hold anything.
         layouts: what to return.
     """
-    if format.wgrad_dtype is not None and layouts.columnwise:
-        return _beside_16_bits(source, format, offs_E, layouts)
-    if not (layouts.rowwise or layouts.columnwise):  # for the bias alone nothing is quantized
-        return Operands(None, bias_grad=_bias_grad(source, offs_E, layouts))
-    if format.scaling == "block":
+    made = _quantize(source, format, offs_E, layouts)
+    if format.watched is not None:
+        format.watched.rows(source, RowOperands(made), format, offs_E, layouts)
+    return made
+
+
+def _quantize(source: Source, format: Format, offs_E: Tensor, layouts: Layouts) -> Operands:
+    rowwise, columnwise, bias_grad, _ = layouts
+    if isinstance(source, Tensor) and (format.wgrad_dtype is None or not columnwise):
+        return _in_format(source, format, offs_E, layouts)
+    # wgrad may multiply the rows themselves in 16 bits; the format is then for the rowwise operand.
+    in_16_bits = columnwise and format.wgrad_dtype is not None
+    in_one_pass = format.scaling == "block" and (rowwise or columnwise)
+    if isinstance(source, SwigluOf):  # the op writes h rowwise and sums nothing
+        in_one_pass = in_one_pass and rowwise and not bias_grad
+    if in_one_pass and not in_16_bits:
         return _in_blocks(source, format, offs_E, layouts)
-    t = rows_of(source, offs_E, layouts)
+    # Under scales of blocks the forward has copied no rows that a graph could keep.
+    t = rows_of(source, offs_E, layouts.again and format.scaling != "block")
+    if not in_16_bits:
+        return _in_format(t, format, offs_E, layouts)
+    gathered = source if isinstance(source, Gathered) and rowwise and in_one_pass else None
+    alone = Layouts(rowwise, False, bias_grad, layouts.again)
+    made = _in_format(t if gathered is None else gathered, format, offs_E, alone)
+    return made._replace(columnwise=t.to(format.wgrad_dtype))
+
+
+def _in_format(t: Tensor | Gathered, format: Format, offs_E: Tensor, layouts: Layouts) -> Operands:
+    """Rows in a format, which an op may gather under scales of blocks."""
+    rowwise, columnwise, bias_grad, _ = layouts
+    scaling = format.scaling if rowwise or columnwise else None
+    if scaling == "block":
+        return _in_blocks(t, format, offs_E, layouts)
+    assert isinstance(t, Tensor)
+    if scaling is not None:
+        return _in_scaled_format(t, format, offs_E, layouts)
+    sums = ops.grouped_bias_grad(t, offs_E) if bias_grad else None
+    if not (rowwise or columnwise):  # for the bias alone
+        return Operands(None, None, None, None, sums)
     if format.quantize is not None:
-        made = format.by_function(t, offs_E, layouts)
-        return made._replace(bias_grad=_bias_grad(t, offs_E, layouts))
-    outputs = {
+        return format.by_function(t, offs_E, layouts)._replace(bias_grad=sums)
+    if format.dtype is not None:
+        t = t.to(format.dtype)
+    return Operands(t if rowwise else None, None, t if columnwise else None, None, sums)
+
+
+def _in_scaled_format(t: Tensor, format: Format, offs_E: Tensor, layouts: Layouts) -> Operands:
+    """Rows with a scale for each group, or of MXFP8."""
+    outputs: dict[str, Any] = {
         "rowwise": layouts.rowwise,
         "columnwise": layouts.columnwise,
         "bias_grad": layouts.bias_grad,
     }
-    if format.scaling == "group":
-        assert format.dtype is not None
-        return with_shared_scale(
-            *ops.group_quantize_current(
-                t,
-                offs_E,
-                format.dtype,
-                amax_epsilon=format.epsilon,
-                power_of_two_scales=format.power_of_two_scales,
-                **outputs,
-            )
-        )
-    if format.scaling == "delayed":
-        assert format.dtype is not None
-        scale, amax = _state_of(format, layouts)
-        return with_shared_scale(
-            *ops.group_quantize_delayed(t, offs_E, scale, amax, format.dtype, **outputs)
-        )
     if format.scaling == "mx":
         rowwise, columnwise, bias_grad = ops.group_round_mx(t, offs_E, **outputs)
         return Operands(rowwise, None, columnwise, None, bias_grad)
-    bias_grad = _bias_grad(t, offs_E, layouts)
-    if format.dtype is not None:
-        t = t.to(format.dtype)
-    return Operands(
-        t if layouts.rowwise else None, None, t if layouts.columnwise else None, None, bias_grad
+    dtype = format.dtype
+    assert dtype is not None
+    if format.scaling == "delayed":
+        scale, amax = _state_of(format, layouts)
+        return with_shared_scale(
+            *ops.group_quantize_delayed(t, offs_E, scale, amax, dtype, **outputs)
+        )
+    return with_shared_scale(
+        *ops.group_quantize_current(
+            t,
+            offs_E,
+            dtype,
+            amax_epsilon=format.epsilon,
+            power_of_two_scales=format.power_of_two_scales,
+            **outputs,
+        )
     )
 
 
@@ -139,20 +193,29 @@ def quantize_for_gemms(
         columns: of the output of the GEMM that reads the rowwise operand; without one, of the other
             operand of wgrad.
     """
+    made = _for_gemms(source, format, offs_E, layouts, columns)
+    if format.watched is not None:
+        format.watched.rows(source, made, format, offs_E, layouts)
+    return made
+
+
+def _for_gemms(
+    source: Source, format: Format, offs_E: Tensor, layouts: Layouts, columns: int
+) -> RowOperands:
     if not isinstance(source, Gathered) or not (layouts.rowwise or layouts.columnwise):
-        return RowOperands(quantize(source, format, offs_E, layouts))
+        return RowOperands(_quantize(source, format, offs_E, layouts))
     rows_R = source.routing.token
     if not layouts.rowwise:
         t = _unscaled_tokens(source.tokens_TH, format)
         if t is None or columns > GATHERING_WGRAD_ALONE or layouts.bias_grad:
-            return RowOperands(quantize(source, format, offs_E, layouts))
+            return RowOperands(_quantize(source, format, offs_E, layouts))
         return RowOperands(Operands(None, columnwise=t), columnwise_rows=rows_R)
     tokens = quantize_tokens(source.tokens_TH, format, columns, layouts.columnwise)
     if tokens is None:
-        return RowOperands(quantize(source, format, offs_E, layouts))
+        return RowOperands(_quantize(source, format, offs_E, layouts))
     if not layouts.columnwise or tokens.columnwise is not None:
         return RowOperands(tokens, rows_R, rows_R)
-    of_rows = quantize(source, format, offs_E, Layouts(False, True))
+    of_rows = _quantize(source, format, offs_E, Layouts(False, True))
     return RowOperands(Operands(*tokens[:2], *of_rows[2:4]), rows_R)
 
 
@@ -186,36 +249,22 @@ def quantize_tokens(
     if columns > (GATHERING_FP8_BESIDE_COLUMNWISE if beside_columnwise else GATHERING_FP8):
         return None
     one_group = torch.full((1,), tokens_TH.size(0), dtype=torch.int32, device=tokens_TH.device)
-    tokens = quantize(tokens_TH, format, one_group, Layouts(True, False))
+    tokens = _quantize(tokens_TH, format, one_group, Layouts(True, False))
     if columnwise and format.wgrad_dtype is not None and columns <= GATHERING_WGRAD:
         tokens = tokens._replace(columnwise=tokens_TH.to(format.wgrad_dtype))
     return tokens
 
 
 def quantize_swiglu_grad(
-    dh_RF: Tensor,
-    gate_up_RG: Tensor,
-    weight_R: Tensor,
-    offs_E: Tensor,
-    form: SwiGLU,
-    input: Format,
-    grad_output: Format,
-    layouts: Layouts,
-    h_columnwise: bool,
+    source: SwigluGradOf, offs_E: Tensor, formats: GradFormats
 ) -> SwigluGradOperands:
-    """SwiGLU's gradient in the format of gradients, and the weighted h in the format of inputs.
-
-    Args:
-        dh_RF, gate_up_RG, weight_R, offs_E, form: see :func:`grouped_linear.ops.swiglu_grad`.
-        input: the format of h, the second layer's input.
-        grad_output: the format of the gradient of the first layer's output.
-        layouts, h_columnwise: what to return of that gradient, and of h.
-    """
-    one_pass = _same_blocks(input, grad_output) and (layouts.rowwise or layouts.columnwise)
-    if not one_pass:
+    """SwiGLU's gradient in the format of gradients, and the weighted h in the format of inputs."""
+    grad_output, layouts, input, h_columnwise = formats
+    dh_RF, gate_up_RG, weight_R, form = source
+    if not (_same_blocks(input, grad_output) and (layouts.rowwise or layouts.columnwise)):
         grads = ops.swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form)
-        return quantize_grads(grads, offs_E, input, grad_output, layouts, h_columnwise)
-    *d_gate_up, h_t, scale_h_t, d_weight_R = ops.group_quantize_swiglu_grad(
+        return quantize_grads(grads, offs_E, formats)
+    *made, h_t, scale_h_t, d_weight_R = ops.group_quantize_swiglu_grad(
         dh_RF,
         gate_up_RG,
         weight_R,
@@ -229,41 +278,39 @@ def quantize_swiglu_grad(
         share_h_scales=input.share_scales,
         activation=form,
     )
-    h = Operands(None, None, h_t, scale_h_t)
-    return SwigluGradOperands(Operands(*d_gate_up), h, d_weight_R)
+    d_gate_up, h = Operands(*made), Operands(None, None, h_t, scale_h_t)
+    if grad_output.watched is not None:
+        grad_output.watched.rows(source, RowOperands(d_gate_up), grad_output, offs_E, layouts)
+    if input.watched is not None and h_columnwise:
+        input.watched.shares(h, input, offs_E)
+    return SwigluGradOperands(d_gate_up, h, d_weight_R)
 
 
 def quantize_grads(
-    grads: ops.SwigluGrad,
-    offs_E: Tensor,
-    input: Format,
-    grad_output: Format,
-    layouts: Layouts,
-    h_columnwise: bool,
+    grads: ops.SwigluGrad, offs_E: Tensor, formats: GradFormats
 ) -> SwigluGradOperands:
     """The same for an activation's gradient that was computed before."""
+    grad_output, layouts, input, h_columnwise = formats
     d_gate_up_RG, h_RF, d_weight_R = grads
-    d_gate_up = quantize(d_gate_up_RG, grad_output, offs_E, layouts)
-    h = Operands(None)
+    d_gate_up, h = quantize(d_gate_up_RG, grad_output, offs_E, layouts), Operands(None)
     if h_columnwise:
         h = quantize(h_RF, input, offs_E, Layouts(False, True, again=True))
     return SwigluGradOperands(d_gate_up, h, d_weight_R)
 
 
-def rows_of(source: Source, offs_E: Tensor, layouts: Layouts) -> Tensor:
-    """The rows themselves, computed from their source."""
+def rows_of(source: Source, offs_E: Tensor, again: bool = False) -> Tensor:
+    """The rows themselves, computed from their source; see :class:`Layouts` for ``again``."""
     if isinstance(source, Tensor):
         return source
     if isinstance(source, Gathered):
-        return source.routing.tokens(source.tokens_TH, again=layouts.again)
+        t: Tensor = source.routing.tokens(source.tokens_TH, again=again)
+        return t
     return ops.swiglu(source.gate_up_RG, offs_E, source.form)
 
 
 def _in_blocks(source: Source, format: Format, offs_E: Tensor, layouts: Layouts) -> Operands:
     """Scales of blocks: one op computes and quantizes, whatever the source is."""
     if isinstance(source, SwigluOf):
-        if layouts.bias_grad or not layouts.rowwise:  # the op writes h rowwise and sums nothing
-            return _in_blocks(rows_of(source, offs_E, layouts), format, offs_E, layouts)
         q, scale, q_t, scale_t, _ = ops.group_quantize_swiglu(
             source.gate_up_RG,
             offs_E,
@@ -293,18 +340,6 @@ def _in_blocks(source: Source, format: Format, offs_E: Tensor, layouts: Layouts)
     )
 
 
-def _beside_16_bits(source: Source, format: Format, offs_E: Tensor, layouts: Layouts) -> Operands:
-    """wgrad multiplies the rows themselves, in 16 bits; the format is for the rowwise operand."""
-    assert format.wgrad_dtype is not None
-    # Under scales of blocks the forward has copied no rows that a graph could keep.
-    again = layouts.again and format.scaling != "block"
-    t = rows_of(source, offs_E, layouts._replace(again=again))
-    gathers = layouts.rowwise and isinstance(source, Gathered)
-    rowwise_from = source if gathers else t
-    rowwise = quantize(rowwise_from, format, offs_E, layouts._replace(columnwise=False))
-    return rowwise._replace(columnwise=t.to(format.wgrad_dtype))
-
-
 def _same_blocks(input: Format, grad_output: Format) -> bool:
     """Whether one op can quantize h and d_gate_up: both in FP8, with scales of blocks alike."""
     if input.scaling != "block" or grad_output.scaling != "block":
@@ -314,12 +349,6 @@ def _same_blocks(input: Format, grad_output: Format) -> bool:
     a, b = input, grad_output
     same = a.power_of_two_scales == b.power_of_two_scales and a.epsilon == b.epsilon
     return same and not grad_output.share_scales
-
-
-def _bias_grad(source: Source, offs_E: Tensor, layouts: Layouts) -> Tensor | None:
-    if not layouts.bias_grad:
-        return None
-    return ops.grouped_bias_grad(rows_of(source, offs_E, layouts), offs_E)
 
 
 def _state_of(format: Format, layouts: Layouts) -> tuple[Tensor, Tensor | None]:

@@ -4,7 +4,7 @@ T rows, E groups, K in_features, N out_features.
 """
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.recipes.format import Format, changed_options, check_flags
@@ -81,17 +81,21 @@ class Recipe:
         # Plain attributes, because each call asks.
         in_blocks = all(f.scaling == "block" for f in (x, w, dy)) and not dy.share_scales
         alike = len({(f.power_of_two_scales, f.amax_epsilon) for f in (x, w, dy)}) == 1
-        one_op = in_blocks and alike and not self.requantize_weights
+        plain = alike and not self.requantize_weights and all(f.watched is None for f in (x, w, dy))
+        one_op = in_blocks and plain
         in_fp8 = x.wgrad_dtype is None and dy.wgrad_dtype is None
         set_attribute = object.__setattr__  # the dataclass is frozen
         set_attribute(self, "has_linear_op", one_op)
         set_attribute(self, "has_linear_grad_op", one_op and in_fp8)
         set_attribute(self, "has_state", any(f.needs_state for f in (x, w, dy)))
+        set_attribute(self, "states", tuple(f.state for f in (x, dy) if f.state is not None))
 
     has_linear_op = False
     """Whether an eager layer's forward can be one op; set by this class."""
     has_linear_grad_op = False
     """Whether its backward can, too; set by this class."""
+    states: ClassVar[tuple[Any, ...]] = ()
+    """Those of ``input`` and ``grad_output`` whose scales a backward reads; set by this class."""
     has_state = False
     """Whether a layer keeps a state for it from step to step; set by this class."""
 

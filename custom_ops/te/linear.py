@@ -13,8 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.nn import linear
-from grouped_linear.nn.functional import autocast_dtype, check_parameters
-from grouped_linear.nn.options import check_flags, check_num_groups, check_parameters_dtype
+from grouped_linear.nn.checks import (
+    check_flags,
+    check_num_groups,
+    check_parameters,
+    check_parameters_dtype,
+)
+from grouped_linear.nn.functional import apply_linear
+from grouped_linear.nn.projection import autocast_dtype
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import Weights, is_dtensor, local_part
 from grouped_linear.recipes import Recipe
@@ -214,8 +220,9 @@ class GroupedLinear(linear.GroupedLinear):
                 )
             later = partial(defer, self._deferred, weights)
             watch(self, self._deferred)
-        added, options = None if self.return_bias else bias, (self.save_original_input, later)
-        y = self._multiply(x, named, added, m_splits, is_first_microbatch, *options)
+        added = None if self.return_bias else bias
+        given = self._projection(x, named, added, is_first_microbatch)
+        y = apply_linear(x, m_splits, given, self.save_original_input, later)
         if not self.return_bias:
             return y
         return y, None if bias is None else bias.to(y.dtype)

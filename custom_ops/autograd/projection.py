@@ -1,0 +1,218 @@
+"""One projection of a layer in one call, ``x @ weight + bias`` and its adapter.
+
+E groups, K in_features, N out_features.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from grouped_linear import ops
+from grouped_linear.autograd.gemm import Gemm, LowRankTerm
+from grouped_linear.autograd.low_rank import Adapter
+from grouped_linear.autograd.wgrad import MainGrad, Wgrad
+from grouped_linear.recipes import (
+    BOTH,
+    ROWWISE,
+    Layouts,
+    Operands,
+    QuantizedWeight,
+    Recipe,
+    WeightList,
+    quantize_weight,
+    refresh_weight_,
+    weight_for_dgrad,
+)
+from grouped_linear.recipes.format import with_shared_scale
+
+
+class StoredWeight(NamedTuple):
+    """A quantized weight that a call reads instead of quantizing the parameter."""
+
+    weight: QuantizedWeight
+    refresh: Tensor | bool = False
+    """Whether it is quantized from the parameter first; a tensor is read on the device."""
+
+
+class Parameters(NamedTuple):
+    """Of each parameter of a projection: whether its gradient is needed, or the gradient."""
+
+    weight: Any
+    bias: Any
+    a: Any
+    b: Any
+
+
+class Kept(NamedTuple):
+    """The tensors of a projection that its backward reads; None where no gradient needs one."""
+
+    weight: Any
+    """Columnwise, as :meth:`Projection.weight` gives it: a tensor, or E of [N, K]."""
+    weight_scale: Tensor | None
+    a_ErK: Tensor | None
+    b_ENr: Tensor | None
+    mask: Tensor | None
+    h_Tr: Any
+    """A's product with the input."""
+
+
+class Projection(NamedTuple):
+    """A projection and the tensors of one call.
+
+    A named tuple, as its fields are: Dynamo traces it as an argument of an autograd.Function, and
+    making a frozen dataclass takes an eager call 2.5 times as long.
+    """
+
+    weights: WeightList
+    """The weights that are quantized or multiplied; under autocast copies of the parameters."""
+    bias_EN: Tensor | None
+    recipe: Recipe
+    stored: StoredWeight | None = None
+    """The quantized weight to read: a layer's cache, or the parameter itself."""
+    main_grad: MainGrad | None = None
+    adapter: Adapter | None = None
+
+    # --- operands and GEMMs ----------------------------------------------------------------------
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.weights[0].size(-2)
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.weights[0].size(-1)
+
+    def weight(self, columnwise: bool) -> Operands:
+        """The weight for fprop, and for dgrad if ``columnwise``: stored, or quantized now."""
+        weights, _, recipe, stored, *_ = self
+        format = recipe.weight
+        if stored is None:
+            later = columnwise and recipe.requantize_weights
+            w = quantize_weight(weights, format, BOTH if columnwise and not later else ROWWISE)
+            if later:
+                w = w._replace(columnwise=weights if weights[0].dim() == 2 else weights[0])
+        else:
+            quantized, refresh = stored
+            if refresh is not False:
+                refresh_weight_(quantized, weights, format, None if refresh is True else refresh)
+            w = quantized.operands(columnwise)
+            if columnwise and w.columnwise is None:
+                w = with_shared_scale(quantized.values, quantized.scale, quantized.values)
+        if format.watched is not None:
+            format.watched.weight(weights, w, format)
+        return w
+
+    @property
+    def transposes_weight(self) -> bool:
+        """Whether the weight is stored for fprop alone, and the backward transposes it."""
+        stored = self.stored
+        in_fp8 = self.recipe.weight.quantize is None
+        return in_fp8 and stored is not None and stored.weight.columnwise is None
+
+    def fprop(
+        self,
+        x: Operands,
+        w: Operands,
+        offs_E: Tensor,
+        dtype: torch.dtype,
+        rows: Tensor | None = None,
+        low_rank: LowRankTerm | None = None,
+    ) -> Gemm:
+        """``x[t] @ weight[e].T + bias[e]`` of rowwise x, or x[rows], in x's dtype."""
+        bias_EN = None if self.bias_EN is None else self.bias_EN.to(dtype)
+        return Gemm(x, w, offs_E, dtype, bias_EN, True, rows, low_rank)
+
+    def dgrad(
+        self,
+        dy: Operands,
+        kept: Kept,
+        offs_E: Tensor,
+        dtype: torch.dtype,
+        rows: Tensor | None = None,
+        low_rank: LowRankTerm | None = None,
+    ) -> Gemm:
+        """``dy[t] @ weight[e]`` of rowwise dy, or dy[rows]."""
+        columnwise, scale = kept[:2]
+        if self.transposes_weight:
+            columnwise = ops.transpose_weight(columnwise)
+        elif self.stored is None and self.recipe.requantize_weights:
+            weights = columnwise if isinstance(columnwise, tuple) else (columnwise,)
+            w = quantize_weight(weights, self.recipe.weight, Layouts(False, True))
+            assert w.columnwise is not None
+            columnwise, scale = w.columnwise, w.columnwise_scale
+        w = weight_for_dgrad(columnwise, scale, self.recipe.weight)
+        return Gemm(dy, w, offs_E, dtype, None, False, rows, low_rank)
+
+    def wgrad(
+        self,
+        dy: Operands,
+        x: Operands,
+        offs_E: Tensor,
+        dy_rows: Tensor | None = None,
+        x_rows: Tensor | None = None,
+    ) -> Wgrad:
+        """The weight gradient of columnwise dy, or dy[dy_rows], and x, or x[x_rows]."""
+        assert isinstance(dy.columnwise, Tensor)
+        assert isinstance(x.columnwise, Tensor)
+        operands = dy.columnwise, x.columnwise, dy.columnwise_scale, x.columnwise_scale
+        return Wgrad(self.weights, self.main_grad, *operands, offs_E, dy_rows, x_rows)
+
+    # --- from the forward to the backward --------------------------------------------------------
+
+    def keep(
+        self, w: Operands, needs: Parameters, dgrad: bool, term: LowRankTerm | None
+    ) -> tuple[Any, ...]:
+        """The fields of :class:`Kept`, of the weight and of the adapter.
+
+        Args:
+            w: from :meth:`weight`, columnwise where dgrad is needed.
+            needs: which gradients are needed.
+            dgrad: whether that of the input is.
+            term: what the adapter added to fprop.
+        """
+        adapter = self.adapter
+        if adapter is None or term is None or not (dgrad or needs.a or needs.b):
+            return w.columnwise, w.columnwise_scale, None, None, None, None
+        h_Tr = term.a_Tr if needs.b else None
+        of_adapter = adapter.a_ErK, adapter.b_ENr, adapter.mask, h_Tr
+        return w.columnwise, w.columnwise_scale, *of_adapter
+
+    def for_backward(self) -> "Projection":
+        """The projection without tensors of the forward, which are saved where they are needed.
+
+        Of temporary weights it keeps the metadata. A parameter lives anyway; what was computed
+        would live as long as the graph.
+        """
+        weights, bias_EN, recipe, stored, main_grad, adapter = self
+        is_compiling = torch.compiler.is_compiling()
+        are_leaves = all(map(_is_leaf, weights))
+        if adapter is None and are_leaves and (bias_EN is None or _is_leaf(bias_EN)):
+            return self
+        if not are_leaves and not is_compiling:
+            weights = tuple(torch.empty_like(w, device="meta") for w in weights)
+        if adapter is not None:
+            adapter = Adapter(None, None, adapter.scaling)  # type: ignore[arg-type]
+        return Projection(weights, None, recipe, stored, main_grad, adapter)
+
+    def restored(self, kept: Kept) -> "Projection":
+        """What :meth:`for_backward` gave, with the adapter that the forward saved, if it did."""
+        weights, bias_EN, recipe, stored, main_grad, adapter = self
+        if adapter is None:
+            return self
+        _, _, a_ErK, b_ENr, mask, _ = kept
+        restored = None
+        if a_ErK is not None and b_ENr is not None:
+            restored = Adapter(a_ErK, b_ENr, adapter.scaling, mask)
+        return Projection(weights, bias_EN, recipe, stored, main_grad, restored)
+
+    def split(self, term: LowRankTerm | None) -> tuple[LowRankTerm | None, LowRankTerm | None]:
+        """The term that dgrad adds, and the one whose product dropout's mask multiplies first."""
+        masked = self.adapter is not None and self.adapter.mask is not None
+        return (None, term) if masked else (term, None)
+
+
+def _is_leaf(w: Tensor) -> bool:
+    return (w.is_leaf and w.requires_grad) or isinstance(w, nn.Parameter)

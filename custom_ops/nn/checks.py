@@ -1,0 +1,377 @@
+"""Checks of the layers: of constructors' options, of a call's tensors, in the caller's words.
+
+The ops check tensors again, in theirs. T rows or tokens, E groups (experts), C experts chosen for a
+token, K in_features, N out_features, H features of a token, F features inside an expert.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
+from grouped_linear.nn.lora import MAX_RANK, LoraWeights, is_number
+from grouped_linear.nn.projection import ProjectionArguments
+from grouped_linear.ops.activation import Activation
+from grouped_linear.quantized.weight import is_dtensor
+from grouped_linear.recipes import DelayedScalingState, Recipe, WeightList
+from grouped_linear.recipes.format import check_flags as check_flags
+from grouped_linear.recipes.format import shown
+
+NAMES = "gate_up_proj", "down_proj"
+
+# --- options -------------------------------------------------------------------------------------
+
+
+def check_options(
+    layer: str, recipe: Any, cache_weights: Any, fuse_wgrad_accumulation: Any, dtype: Any
+) -> None:
+    """Check options that both layers have, each alone."""
+    check_flags(layer, cache_weights=cache_weights, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
+    check_parameters_dtype(layer, "dtype", dtype)
+    check_recipe(layer, recipe)
+
+
+def check_num_groups(layer: str, name: str, number: int) -> None:
+    """Raise ValueError unless it is an integer from 1 to 1024."""
+    _check_integer(layer, name, number)
+    if not 1 <= number <= MAX_GROUPS:
+        raise ValueError(f"{layer}: {name} must be between 1 and {MAX_GROUPS}, got {number}")
+
+
+def check_features(layer: str, name: str, size: int) -> None:
+    """Raise ValueError unless it is a positive multiple of 16."""
+    _check_integer(layer, name, size)
+    if size <= 0 or size % FEATURE_MULTIPLE:
+        raise ValueError(
+            f"{layer}: {name} must be a positive multiple of {FEATURE_MULTIPLE}, got {size}"
+        )
+
+
+def _check_integer(layer: str, name: str, number: Any) -> None:
+    if not isinstance(number, Integral) or isinstance(number, bool):
+        raise ValueError(f"{layer}: {name} must be an integer, got {number!r}")
+
+
+def check_parameters_dtype(layer: str, name: str, dtype: Any) -> None:
+    """Raise ValueError for a parameter dtype that no GEMM takes."""
+    given = torch.get_default_dtype() if dtype is None else dtype
+    if given not in ACTIVATIONS:
+        default = ", torch's default dtype" if dtype is None else ""
+        raise ValueError(
+            f"{layer}: {name} must be bfloat16, float16 or float32, got {shown(given)}{default}"
+        )
+
+
+def check_recipe(layer: str, recipe: Recipe | None) -> None:
+    """Raise ValueError unless it is None or an instance of Recipe."""
+    if recipe is None or isinstance(recipe, Recipe):
+        return
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        name = recipe.__name__
+        raise ValueError(f"{layer}: recipe is the class {name}: call it, recipe={name}()")
+    raise ValueError(f"{layer}: recipe must be None or a grouped_linear.Recipe, got {recipe!r}")
+
+
+def check_state(op: str, *states: Any) -> None:
+    """Raise ValueError unless each is None or a DelayedScalingState."""
+    for state in states:
+        if state is not None and not isinstance(state, DelayedScalingState):
+            raise ValueError(
+                f"{op}: state must be a grouped_linear.recipes.DelayedScalingState, got {state!r}"
+            )
+
+
+def check_activation(op: str, activation: Activation) -> None:
+    """Raise ValueError unless it is an instance of Activation."""
+    if isinstance(activation, type) and issubclass(activation, Activation):
+        name = activation.__name__
+        raise ValueError(f"{op}: activation is the class {name}: call it, activation={name}()")
+    if not isinstance(activation, Activation):
+        raise ValueError(f"{op}: activation must be a SwiGLU or an Activation, got {activation!r}")
+
+
+# --- a call's tensors ----------------------------------------------------------------------------
+
+
+def check_whole(where: str, parameters: Iterable[Tensor], action: str) -> None:
+    """Raise ValueError for sharded parameters: they must be replaced before they are sharded."""
+    if any(map(is_dtensor, parameters)):
+        raise ValueError(f"{where}: parameters are sharded already: {action} before")
+
+
+def check_parameters(op: str, **parameters: Tensor | None) -> None:
+    """Raise RuntimeError for a parameter whose dtype no GEMM takes, for example after ``double()``.
+
+    The cast to the activations' dtype would silently damage a bias of another dtype.
+    """
+    for name, t in parameters.items():
+        if t is None:
+            continue
+        check_tensor(op, name, t)
+        if t.dtype not in ACTIVATIONS:
+            raise RuntimeError(
+                f"{op}: {name} must be bfloat16, float16 or float32, got {dtype_name(t.dtype)}: "
+                "cast it, or the layer, as layer.float() does"
+            )
+
+
+def check_device(op: str, name: str, t: Tensor | None, x: Tensor) -> None:
+    """Raise RuntimeError for a tensor on another device than x."""
+    if t is not None and t.device != x.device:
+        raise RuntimeError(f"{op}: {name} is on {t.device}, x is on {x.device}")
+
+
+def check_sizes(op: str, name: str, w: Tensor, E: int, **features: int) -> None:
+    """Raise RuntimeError, in the layer's words, for a weight whose size the ops do not take."""
+    if not 1 <= E <= MAX_GROUPS:
+        raise RuntimeError(f"{op}: E must be between 1 and {MAX_GROUPS}, got {E}")
+    for letter, size in features.items():
+        if size <= 0 or size % FEATURE_MULTIPLE:
+            raise RuntimeError(
+                f"{op}: {letter} must be a positive multiple of {FEATURE_MULTIPLE}, got {size}: "
+                f"{name} is {list(w.shape)}"
+            )
+
+
+def check_dtypes(op: str, x: Tensor, name: str, w: Tensor, recipe: Recipe) -> None:
+    """Raise RuntimeError for activations and a weight that the recipe's GEMM cannot multiply."""
+    if x.dtype not in ACTIVATIONS:
+        raise RuntimeError(
+            f"{op}: x must be bfloat16, float16 or float32, got {dtype_name(x.dtype)}"
+        )
+    if x.dtype != w.dtype and not recipe.weight.reads_any_dtype:
+        raise RuntimeError(
+            f"{op}: x is {dtype_name(x.dtype)}, {name} {dtype_name(w.dtype)}: "
+            "cast one of them, or use torch.autocast"
+        )
+
+
+def check_tensors(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
+    """Raise TypeError for DTensors and for anything but a tensor, such as a numpy array."""
+    for name, value in zip(names, values, strict=True):
+        check_tensor(op, name, value)
+
+
+def check_tensor(op: str, name: str, value: Any) -> None:
+    """:func:`check_tensors` of one."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    if is_dtensor(value):
+        raise TypeError(
+            f"{op}: {name} is a DTensor, and a layer computes with the tensors of one process: "
+            "pass its to_local(), or let fully_shard or grouped_linear.parallel.ExpertParallel "
+            "shard the layer"
+        )
+
+
+def check_lora_weights(
+    op: str, name: str, lora: Any, weight_name: str, weight: Tensor, x: Tensor
+) -> None:
+    """Raise, in the caller's words, for an adapter that does not fit a weight [E, N, K]."""
+    if lora is None:
+        return
+    if not isinstance(lora, LoraWeights):
+        raise TypeError(f"{op}: {name} must be None or a LoraWeights, got {type(lora).__name__}")
+    a, b, scaling, dropout = lora
+    named = {f"{name}.a": a, f"{name}.b": b}
+    check_tensors(op, named, named.values())
+    check_parameters(op, **named)
+    for part, t in named.items():
+        check_device(op, part, t, x)
+    E, N, K = weight.shape
+    rank = a.size(1) if a.dim() == 3 else 0
+    if not 1 <= rank <= MAX_RANK or a.shape != (E, rank, K) or b.shape != (E, N, rank):
+        raise RuntimeError(
+            f"{op}: {name} must be a [{E}, r, {K}] and b [{E}, {N}, r] with r from 1 to "
+            f"{MAX_RANK}, as {weight_name} is {list(weight.shape)}, got {list(a.shape)} and "
+            f"{list(b.shape)}"
+        )
+    # Not math.isfinite: Dynamo does not trace it for a float that it holds as a symbol.
+    if not (is_number(scaling) and -math.inf < scaling < math.inf):
+        raise ValueError(f"{op}: {name}.scaling must be a finite number, got {scaling!r}")
+    if not (is_number(dropout) and 0 <= dropout < 1):
+        raise ValueError(
+            f"{op}: {name}.dropout must be at least 0 and less than 1, got {dropout!r}"
+        )
+
+
+def check_splits(op: str, m_splits: Any, x: Tensor, name: str, E: int) -> None:
+    """Check group sizes, in the caller's words."""
+    if isinstance(m_splits, Tensor):
+        check_tensor(op, "m_splits", m_splits)
+        if m_splits.is_meta and not x.is_meta:
+            raise RuntimeError(f"{op}: m_splits is on meta, without data, x is on {x.device}")
+    elif isinstance(m_splits, str | bytes | dict | set) or not hasattr(m_splits, "__len__"):
+        raise TypeError(
+            f"{op}: m_splits must be a tensor or a list, the rows of each group, got {m_splits!r}"
+        )
+    sizes = m_splits.shape if isinstance(m_splits, Tensor) else (len(m_splits),)
+    if len(sizes) == 1 and torch.compiler.is_compiling():  # an unknown size is assumed to be E
+        # Dynamo of torch 2.11 takes no message with variables.
+        torch._check(sizes[0] == E, lambda: "grouped_linear: m_splits and weight differ in E")
+    elif len(sizes) == 1 and sizes[0] != E:
+        raise RuntimeError(f"{op}: E differs: m_splits has {sizes[0]}, {name} {E}")
+
+
+def splits_on(op: str, m_splits: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """Group sizes as a tensor on the device; raises for what is no vector of integers."""
+    if isinstance(m_splits, Tensor):
+        sizes = m_splits
+    elif torch.compiler.is_compiling():
+        sizes = torch.tensor(m_splits, device=device)
+    else:
+        try:
+            # Not as_tensor: Dynamo would compile a graph for each list.
+            sizes = torch.tensor(m_splits, device=device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise TypeError(
+                f"{op}: m_splits must hold integers, the rows of each group, got {m_splits!r}"
+            ) from error
+    if sizes.dim() != 1 or sizes.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(
+            f"{op}: m_splits must be [E] int32 or int64, got {list(sizes.shape)} "
+            f"{dtype_name(sizes.dtype)}"
+        )
+    return sizes if sizes.device == device else sizes.to(device)
+
+
+def as_rows(op: str, x: Tensor) -> Tensor:
+    """x [..., K] as [T, K]."""
+    if x.dim() == 0 or x.size(-1) == 0:
+        raise RuntimeError(
+            f"{op}: x must have a last dimension of a positive multiple of {FEATURE_MULTIPLE}, "
+            f"got shape {list(x.shape)}"
+        )
+    return x if x.dim() == 2 else x.reshape(-1, x.size(-1))
+
+
+# --- a call --------------------------------------------------------------------------------------
+
+
+def check_linear(
+    x_TK: Tensor,
+    weights: WeightList,
+    bias: Tensor | None,
+    m_splits: Tensor | Sequence[int],
+    recipe: Recipe,
+) -> None:
+    """Check the call in the caller's words. The ops check everything again, in theirs."""
+    op, weight = "grouped_linear", weights[0]
+    E = len(weights) if weight.dim() == 2 else weight.size(0)
+    N, K = weight.shape[-2:]
+    check_splits(op, m_splits, x_TK, "weight", E)
+    if x_TK.size(1) != K:
+        raise RuntimeError(f"{op}: K differs: x has {x_TK.size(1)}, weight {K}")
+    check_sizes(op, "weight", weight, E, N=N, K=K)
+    check_dtypes(op, x_TK, "weight", weight, recipe)
+    check_device(op, "weight", weight, x_TK)
+    check_device(op, "bias", bias, x_TK)
+    if bias is not None and bias.shape != (E, N):
+        raise RuntimeError(
+            f"{op}: bias must be {[E, N]}, as weight has {E} experts of {N} features, got "
+            f"{list(bias.shape)}"
+        )
+
+
+def check_choices(
+    x: Tensor, top_k_weights: Tensor, top_k_index: Tensor, max_rows: int | None
+) -> None:
+    """Check the routing in the caller's words."""
+    check_device("grouped_mlp", "top_k_weights", top_k_weights, x)
+    check_device("grouped_mlp", "top_k_index", top_k_index, x)
+    if any(t.dim() == 0 or t.size(-1) == 0 for t in (top_k_weights, top_k_index)):
+        raise RuntimeError(
+            "grouped_mlp: top_k_weights and top_k_index must be [..., C] with C positive, got "
+            f"{list(top_k_weights.shape)} and {list(top_k_index.shape)}"
+        )
+    if x.dim() == top_k_weights.dim() == top_k_index.dim() and torch.compiler.is_compiling():
+        for t in (top_k_weights, top_k_index):
+            for i in range(x.dim() - 1):  # unknown sizes are assumed to be equal
+                torch._check(
+                    x.size(i) == t.size(i),
+                    lambda: "grouped_mlp: x, top_k_weights and top_k_index differ in their tokens",
+                )
+    elif not x.shape[:-1] == top_k_weights.shape[:-1] == top_k_index.shape[:-1]:
+        shapes = ", ".join(str(list(t.shape)) for t in (x, top_k_weights, top_k_index))
+        raise RuntimeError(
+            f"grouped_mlp: x, top_k_weights and top_k_index differ in their tokens: {shapes}"
+        )
+    if top_k_weights.size(-1) != top_k_index.size(-1):
+        raise RuntimeError(
+            f"grouped_mlp: C differs: top_k_weights has {top_k_weights.size(-1)}, top_k_index "
+            f"{top_k_index.size(-1)}"
+        )
+    if top_k_index.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(
+            f"grouped_mlp: top_k_index must be int32 or int64, got {dtype_name(top_k_index.dtype)}"
+        )
+    if max_rows is not None and torch.compiler.is_compiling():  # it may be computed from x's size
+        torch._check(max_rows >= 0, lambda: "grouped_mlp: max_rows must not be negative")
+    elif max_rows is None:
+        return
+    elif isinstance(max_rows, bool) or not isinstance(max_rows, Integral | torch.SymInt):
+        raise ValueError(f"grouped_mlp: max_rows must be None or an integer, got {max_rows!r}")
+    elif max_rows < 0:
+        raise ValueError(f"grouped_mlp: max_rows must not be negative, got {max_rows}")
+
+
+def check_row_weights(op: str, row_weights: Any, x: Tensor) -> None:
+    """Check the weights of rows that come sorted."""
+    check_tensor(op, "row_weights", row_weights)
+    check_device(op, "row_weights", row_weights, x)
+    if row_weights.dim() == 1 and torch.compiler.is_compiling():  # unknown sizes are assumed
+        torch._check(
+            row_weights.size(0) == x.size(0),
+            lambda: "grouped_mlp_sorted: row_weights and x differ in R",
+        )
+    elif row_weights.shape != x.shape[:1]:
+        raise RuntimeError(
+            f"{op}: row_weights must be [{x.size(0)}], one of each row, got "
+            f"{list(row_weights.shape)}"
+        )
+
+
+def check_mlp(
+    op: str, x_TH: Tensor, gate_up: ProjectionArguments, down: ProjectionArguments, gated: bool
+) -> None:
+    """Check both projections in the caller's words."""
+    projections = gate_up.weights[0], down.weights[0]
+    biases = gate_up.bias, down.bias
+    gate_up_proj, down_proj = projections
+    for name, given in zip(NAMES, (gate_up, down), strict=True):
+        of_bias = {f"{name}_bias": given.bias}
+        named = {name: given.weights[0], **of_bias}
+        # A weight that is stored quantized may be passed as its FP8 numbers.
+        check_parameters(op, **(named if given.stored is None else of_bias))
+        for parameter, t in named.items():
+            check_device(op, parameter, t, x_TH)
+    if gate_up_proj.dim() != 3 or gate_up_proj.size(2) != x_TH.size(1):
+        raise RuntimeError(
+            f"{op}: gate_up_proj must be [E, {'2 F' if gated else 'F'}, {x_TH.size(1)}], as x "
+            f"has {x_TH.size(1)} features, got {list(gate_up_proj.shape)}"
+        )
+    E, _, H = gate_up_proj.shape
+    if down_proj.dim() != 3 or down_proj.shape[:2] != (E, H):
+        raise RuntimeError(
+            f"{op}: down_proj must be [{E}, {H}, F], as gate_up_proj has {E} experts of "
+            f"{H} features, got {list(down_proj.shape)}"
+        )
+    if (1 + gated) * down_proj.size(2) != gate_up_proj.size(1):
+        raise RuntimeError(
+            f"{op}: F differs: down_proj has {down_proj.size(2)}, gate_up_proj "
+            f"{gate_up_proj.size(1)} {'for gate and up' if gated else 'without a gate'}"
+        )
+    check_sizes(op, "gate_up_proj", gate_up_proj, E, H=H)
+    check_sizes(op, "down_proj", down_proj, E, F=down_proj.size(2))
+    for name, w, bias in zip(NAMES, projections, biases, strict=True):
+        if bias is not None and bias.shape != w.shape[:2]:
+            raise RuntimeError(
+                f"{op}: {name}_bias must be {list(w.shape[:2])}, as {name} is "
+                f"{list(w.shape)}, got {list(bias.shape)}"
+            )
+    for name, short, given in zip(NAMES, ("gate_up", "down"), (gate_up, down), strict=True):
+        check_lora_weights(op, f"{short}_lora", given.lora, name, given.weights[0], x_TH)

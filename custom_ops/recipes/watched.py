@@ -1,0 +1,126 @@
+"""What a watched layer counts of an operand, where its recipe's formats make it.
+
+T rows, E groups, K in_features, N out_features, F features inside an expert, G = 2 F.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from grouped_linear import ops
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, FP8
+from grouped_linear.meta_kernels.watch import WATCH_COLUMNS
+from grouped_linear.recipes.format import Format, Layouts, Operands, WeightList
+from grouped_linear.recipes.quantize import Gathered, RowOperands, Source, SwigluGradOf, SwigluOf
+
+#: Thread blocks of each group: one alone takes longer than the layer has time for.
+PARTS = 4
+#: Where all rows are read.
+ALL = 2**31 - 1
+
+
+class Counts(nn.Module):
+    """The numbers of a layer's operands, which :func:`grouped_linear.ops.watch_operand_` adds to.
+
+    The forward and the backward have a tensor each: AOTAutograd takes none that both write. They
+    are buffers, which torch.compile takes to stay in place.
+    """
+
+    forward_stats: Tensor
+    """[2 * projections, parts, E, 14]: each projection's input and weight."""
+    backward_stats: Tensor
+    """The same: the columnwise input, and the gradient of the output."""
+    turn: Tensor
+    """An int32: 0 counts nothing, others say which rows are read."""
+    rows: int
+    """How many rows of each group are read."""
+
+    def __init__(self, projections: int, E: int, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.rows = 4
+        like: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        for name in ("forward_stats", "backward_stats"):
+            t = torch.zeros(2 * projections, PARTS, E, WATCH_COLUMNS, **like)
+            self.register_buffer(name, t, persistent=False)
+        self.register_buffer("turn", torch.zeros((), dtype=torch.int32, device=device), False)
+
+
+class WatchedOperand(NamedTuple):
+    """Where a format counts one operand of a projection, in the role that it has there.
+
+    An operand is measured when it is made, so that none lives longer.
+    """
+
+    counts: Counts
+    number: int
+    """The projection's number in the layer."""
+    is_gradient: bool = False
+
+    def rows(
+        self,
+        source: Source | SwigluGradOf,
+        made: RowOperands,
+        format: Format,
+        offs_E: Tensor,
+        layouts: Layouts,
+    ) -> None:
+        """Measure x, also how wgrad's columns share scales, or dy."""
+        x = made.operands
+        if layouts.again:  # the forward has measured it
+            self.shares(x, format, offs_E)
+            return
+        given: dict[str, Any] = {}
+        t: Tensor | None = None
+        if isinstance(source, SwigluGradOf):
+            t, given["gate_up"], given["weight"], given["activation"] = source
+        elif isinstance(source, SwigluOf):
+            given["gate_up"], given["activation"] = source
+        elif isinstance(source, Gathered):
+            t, given["rows"] = source.tokens_TH, source.routing.token
+        else:
+            t = source
+        q, scale = _quantized(x, format)
+        if q is not None:
+            given["q_rows"] = made.rows
+        stats, operand = self.counts.backward_stats, 2 * self.number + 1
+        if not self.is_gradient:
+            stats, operand = self.counts.forward_stats, 2 * self.number
+            given["scale_t"] = x.columnwise_scale if format.share_scales else None
+            if isinstance(source, Gathered):
+                given["routed"] = getattr(source.routing, "routed", None)
+        self._measure(stats, operand, t, q, scale, offs_E, **given)
+
+    def shares(self, x: Operands, format: Format, offs_E: Tensor) -> None:
+        """Count where the columns of x share scales, which the backward has made."""
+        scale_t = x.columnwise_scale
+        if format.share_scales and scale_t is not None:
+            stats = self.counts.backward_stats
+            self._measure(stats, 2 * self.number, offs=offs_E, scale_t=scale_t)
+
+    def weight(self, weights: WeightList, made: Operands, format: Format) -> None:
+        """Measure the weight: of one in FP8 alone, and of E tensors, what q tells."""
+        first: Any = weights[0]
+        w: Tensor | None = getattr(first, "master", None if hasattr(first, "q") else first)
+        if w is not None and (w.dim() == 2 or w.dtype not in ACTIVATIONS):
+            w = None
+        q, scale = _quantized(made, format)
+        if w is not None or q is not None:
+            self._measure(self.counts.forward_stats, 2 * self.number + 1, w, q, scale)
+
+    def _measure(
+        self, stats: Tensor, operand: int, x: Tensor | None = None, *rest: Any, **more: Any
+    ) -> None:
+        counts = self.counts
+        ops.watch_operand_(stats, counts.turn, operand, x, *rest, most=counts.rows, **more)
+
+
+def _quantized(made: Operands, format: Format) -> tuple[Tensor | None, Tensor | None]:
+    """What the rowwise GEMM multiplies and its scales, where these differ from the numbers."""
+    q, scale = made.rowwise, made.rowwise_scale
+    as_it_is = format.scaling is None and format.dtype is None and format.quantize is None
+    if as_it_is or not isinstance(q, Tensor) or q.dtype not in (*ACTIVATIONS, *FP8):
+        return None, None
+    if scale is not None and scale.dtype != torch.float32:  # of a format of a user's own
+        return None, None
+    return q, scale
