@@ -257,6 +257,18 @@ def test_scales_that_are_no_powers_of_two(tmp_path: Path) -> None:
             call()
 
 
+def test_names_of_compiled_layers() -> None:
+    """Those of the plain model: torch.compile wraps what is compiled apart."""
+    model = model_of("qwen3_moe")
+    convert(model, Float8BlockScaling(), weights="both")
+    expected = dict(fp8_tensors(model))
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    tensors = dict(fp8_tensors(model))
+    assert tensors.keys() == expected.keys()
+    for name, t in expected.items():
+        assert_same_bits(tensors[name].detach(), t)
+
+
 def test_tied_weights_come_once() -> None:
     model = model_of("qwen3_moe", tie_word_embeddings=True)
     convert(model, Float8BlockScaling(), weights="both")

@@ -246,7 +246,8 @@ def fp8_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
                 state[f"{name}.{w}"], state[f"{name}.{w}{SCALE}"] = _parts(module, w)
             yield from _as_saved(model, conversions, state).items()
         others: dict[Any, tuple[str, Tensor]] = {}
-        for name, t in model.state_dict().items():
+        for key, t in model.state_dict().items():
+            name = key.replace("_orig_mod.", "")  # of layers that torch.compile has wrapped
             if name not in own:  # tied ones have one address
                 others.setdefault((t.data_ptr(), t.shape) if t.numel() else name, (name, t))
         yield from _as_saved(model, conversions, dict(others.values())).items()
