@@ -220,7 +220,7 @@ def _in_high_precision(p: nn.Parameter | None) -> nn.Parameter | None:
         return None
     w: Tensor = p.detach()
     if isinstance(w, GroupedTensorWithMaster):
-        w = w.numbers(w.dtype)
+        w = w.dequantize()
     return nn.Parameter(w, p.requires_grad)
 
 

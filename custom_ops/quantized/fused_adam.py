@@ -10,8 +10,8 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.quantized.master_dispatch import handles, read_or_write
-from grouped_linear.quantized.operations import bound_arguments, count_write
-from grouped_linear.quantized.with_master import GroupedTensorWithMaster
+from grouped_linear.quantized.operations import bound_arguments
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster, count_write
 
 aten = torch.ops.aten
 
@@ -104,4 +104,4 @@ def _step(
     )
     if dense is not grad and options["grad_scale"] is not None:
         grad.copy_(dense)
-    count_write(w)
+    count_write(w.parts)

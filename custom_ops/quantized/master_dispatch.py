@@ -13,12 +13,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
-from grouped_linear.quantized.operations import (
-    run_collective,
-    unfilled,
-    views_of,
-    written,
-)
+from grouped_linear.quantized.operations import run_collective, views_of, written
 from grouped_linear.quantized.with_master import HANDLERS, GroupedTensorWithMaster, Handler
 
 aten = torch.ops.aten
@@ -218,7 +213,10 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     device = torch.device(kwargs.get("device") or t.device)
     if not (t.is_meta and device.type != "meta" and t.is_whole):
         return func(t.own, **kwargs)
-    parts = t.parts.each(lambda part: unfilled(part, device))
+    parts = t.parts.each(lambda part: torch.empty_like(part, device=device))
+    for part in parts:  # NaN until the weight is drawn or loaded
+        if part is not None and part.dtype == torch.float32:
+            part.fill_(torch.nan)
     return of_parts(func(t.own, **kwargs), parts, t.recipe)
 
 

@@ -50,16 +50,3 @@ def views_of(t: Tensor) -> Iterator[None]:
     else:
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             yield
-
-
-def count_write(t: Any) -> None:
-    """Count a write to each part: a forward may have saved the parts for its backward."""
-    for part in (t.q, t.scale, t.q_t):
-        if part is not None:
-            torch.autograd.graph.increment_version(part)
-
-
-def unfilled(part: Tensor, device: torch.device) -> Tensor:
-    """Memory like a part's. Scales are NaN to show that nothing was loaded yet."""
-    there = torch.empty_like(part, device=device)
-    return there.fill_(torch.nan) if part.dtype == torch.float32 else there

@@ -33,7 +33,7 @@ def as_master(own: Any, w: Tensor) -> Tensor:
     """
     if not isinstance(own, GroupedTensorWithMaster) or w.shape != own.shape:
         return w
-    w = w.numbers(w.dtype) if isinstance(w, GroupedTensorWithMaster) else w
+    w = w.dequantize() if isinstance(w, GroupedTensorWithMaster) else w
     return own.of(w.clone(memory_format=torch.contiguous_format)) if w.dtype in ACTIVATIONS else w
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, Rules, dtype_name
+from grouped_linear.meta_kernels.rules import Rules
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.operations import views_of
 from grouped_linear.recipes import (
@@ -161,7 +161,8 @@ class GroupedTensorWithMaster(Tensor):
                 f"or have a weight format of your own, got {recipe!r}"
             )
         Rules("GroupedTensorWithMaster", w=w).weight()
-        master = w.numbers(w.dtype) if hasattr(w, "numbers") else w.detach().contiguous()
+        w = w.detach()
+        master = w.dequantize() if isinstance(w, GroupedTensorWithMaster) else w.contiguous()
         if recipe.weight.quantize is not None:
             parts = _by_function(master, recipe.weight)
             return cls._of_parts(master, parts, recipe)
@@ -193,8 +194,15 @@ class GroupedTensorWithMaster(Tensor):
         return QuantizedWeight(self.q, self.scale, self.q_t)
 
     def quantized_weight(self) -> QuantizedWeight:
-        """The parts that a layer's GEMMs read. Without q_t a backward transposes q for itself."""
-        self.check_whole()
+        """The parts that a layer's GEMMs read. Without q_t a backward transposes q for itself.
+
+        RuntimeError for a view that is not of whole experts.
+        """
+        if not self.is_whole:
+            raise RuntimeError(
+                f"GroupedTensorWithMaster: a layer reads whole experts, {list(self.master.shape)}, "
+                f"got a view {list(self.shape)} of them"
+            )
         return self.parts
 
     @property
@@ -208,30 +216,16 @@ class GroupedTensorWithMaster(Tensor):
         """Whether a trace has this view of another weight, all of which it quantizes."""
         return self.whole is not None and type(self.q) is not Tensor
 
-    def numbers(self, dtype: torch.dtype) -> Tensor:
-        """The high-precision numbers in a plain tensor of its own."""
-        return self.own.to(dtype, copy=True)
-
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """The high-precision numbers in a plain tensor of its own; differentiable.
+        """The high-precision numbers in a plain tensor with memory of its own; differentiable.
 
         Args:
-            dtype: the result's, bfloat16, float16 or float32; the tensor's own by default.
+            dtype: the result's; the tensor's own by default.
 
         >>> GroupedTensorWithMaster.quantize(torch.full((2, 32, 16), 1.01)).dequantize().unique()
         tensor([1.0100])
         """
-        dtype = self.dtype if dtype is None else dtype
-        Rules("GroupedTensorWithMaster", dtype=dtype).dtype("dtype", *ACTIVATIONS)
-        return _Numbers.apply(self, dtype)
-
-    def check_whole(self) -> None:
-        """Raise RuntimeError for a view that is not of whole experts."""
-        if not self.is_whole:
-            raise RuntimeError(
-                f"GroupedTensorWithMaster: a layer reads whole experts, {list(self.master.shape)}, "
-                f"got a view {list(self.shape)} of them"
-            )
+        return self.mul(1).to(self.dtype if dtype is None else dtype)  # a product is plain
 
     def for_state_dict(self) -> "GroupedTensorWithMaster":
         """A view of this tensor as state dicts have it: with memory, for those who write files.
@@ -267,30 +261,19 @@ class GroupedTensorWithMaster(Tensor):
     def data(self, value: Any) -> None:
         is_kept = isinstance(value, GroupedTensorWithMaster)
         if not is_kept or value.recipe.weight != self.recipe.weight:
-            self._check_data(value)
-            numbers = value.numbers(value.dtype) if hasattr(value, "numbers") else value.detach()
-            value = self.of(numbers.clone(memory_format=torch.contiguous_format))
+            if value.shape != self.shape:
+                raise RuntimeError(
+                    f"GroupedTensorWithMaster: data must have the shape {list(self.shape)}, got "
+                    f"{list(value.shape)}"
+                )
+            numbers = value.dequantize() if is_kept else value.clone()
+            value = self.of(numbers.detach().contiguous())
         if self.has_memory:
             value = value.for_state_dict()
         # Shape, dtype and device are torch's, which refuses before it writes.
         torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
         for name in (*_TENSORS, "whole"):
             setattr(self, name, getattr(value, name))
-
-    def _check_data(self, w: Tensor) -> None:
-        """Raise RuntimeError for data of another dtype or shape."""
-        rules = Rules("GroupedTensorWithMaster")
-        rules.check(
-            w.dtype in ACTIVATIONS,
-            lambda: (
-                "a quantized weight stands for bfloat16, float16 or float32, got data of "
-                f"{dtype_name(w.dtype)}: assign its dequantize() to a plain parameter"
-            ),
-        )
-        rules.check(
-            w.shape == self.shape,
-            lambda: f"data must have the shape {list(self.shape)}, got {list(w.shape)}",
-        )
 
     def of(self, master: Tensor, columnwise: bool | None = None) -> "GroupedTensorWithMaster":
         """A tensor of another master, quantized as this one is."""
@@ -441,6 +424,11 @@ def _refresh(master: Tensor, parts: QuantizedWeight, format: Format) -> None:
         for part, numbers in zip(to, _by_function(master, format), strict=True):
             if part is not None and numbers is not None:
                 part.copy_(numbers)
+    count_write(parts)
+
+
+def count_write(parts: QuantizedWeight) -> None:
+    """Count a write to each part, below autograd."""
     for part in parts:
         if part is not None:
             torch.autograd.graph.increment_version(part)
@@ -474,18 +462,6 @@ def _by_function(master: Tensor, format: Format) -> QuantizedWeight:
     columnwise = None if made.columnwise is made.rowwise else made.columnwise
     kept = QuantizedWeight(made.rowwise, made.rowwise_scale, columnwise)  # type: ignore[arg-type]
     return kept.each(torch.clone)
-
-
-class _Numbers(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: Any, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = t.dtype
-        numbers: Tensor = t.numbers(dtype)
-        return numbers
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype), None
 
 
 def _rebuild(state: dict[str, Any]) -> GroupedTensorWithMaster:
