@@ -90,7 +90,7 @@ def compare(
         ValueError: for a model without such layers, with experts of a checkpoint in FP8, or if no
             backward reached one of them.
 
-    >>> from grouped_linear import Float8BlockScaling
+    >>> from grouped_linear import Float8BlockScaling, GroupedLinear
     >>> layer = GroupedLinear(2, 128, 64, bias=False, recipe=Float8BlockScaling())
     >>> x = torch.randn(64, 128, requires_grad=True)
     >>> found = compare(layer, lambda: layer(x, [40, 24]).square().sum().backward())
