@@ -9,12 +9,12 @@ from support import reference
 from support.groups import Groups
 from support.mistakes import BAD_OFFS, like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
-from support.tensors import quantized_rows
+from support.tensors import lay_out, quantized_rows
 
 
 def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
     q, scale = quantized_rows(groups, groups.K)
-    return {"q": q, "scale": scale, "offs": groups.offs(), "out_dtype": dtype}
+    return {"q": lay_out(q, layout), "scale": scale, "offs": groups.offs(), "out_dtype": dtype}
 
 
 def expected(sample: Sample) -> Outputs:
@@ -43,6 +43,7 @@ OP = OpInfo(
     sample=sample,
     expected=expected,
     mistakes=mistakes,
+    variants={"transposed": {"layout": "transposed"}},
     too_large=(({"q": 0, "scale": 1}, {}),),
     sentences="""\
 q must be 2-D, got 3-D

@@ -9,12 +9,12 @@ from support import reference, variants
 from support.groups import Groups
 from support.mistakes import BAD_OFFS, like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
-from support.tensors import quantized_columns
+from support.tensors import lay_out, quantized_columns
 
 
 def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
     q_t, scale_t = quantized_columns(groups, groups.K, options.pop("share_scales", False))
-    arguments = {"q_t": q_t, "scale_t": scale_t, "offs": groups.offs()}
+    arguments = {"q_t": lay_out(q_t, layout), "scale_t": scale_t, "offs": groups.offs()}
     return {**arguments, "num_rows": groups.T, "out_dtype": dtype}
 
 
@@ -45,7 +45,7 @@ OP = OpInfo(
     sample=sample,
     expected=expected,
     mistakes=mistakes,
-    variants=variants.SHARED,
+    variants={**variants.SHARED, "transposed": {"layout": "transposed"}},
     too_large=(({"q_t": 0}, {}),),
     sentences="""\
 q_t must be 3-D, got 2-D

@@ -97,6 +97,7 @@ OP = OpInfo(
     expected=expected,
     mistakes=mistakes,
     variants={
+        "default_dtype": {"out_dtype": None},
         "bias": {"bias": True},
         "gathered": {"bias": True, "gathers": "rows", "index": torch.int64},
         **variants.PER_GROUP,
