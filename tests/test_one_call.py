@@ -38,7 +38,6 @@ from support.versions import skipping_for_old_transformers
 with skipping_for_old_transformers():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-    from grouped_linear.integrations import hugging_face
     from grouped_linear.integrations.transformers import register
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
@@ -160,7 +159,7 @@ def test_a_module_by_itself() -> None:
     experts = mixtral().model.layers[0].mlp.experts
     [one] = convert(experts, Float8BlockScaling()).converted
     assert (one.name, one.form) == ("", "MixtralExperts")
-    name = hugging_face.implementation_of(Float8BlockScaling())
+    name = f"grouped_linear {Float8BlockScaling()!r}"
     assert experts.config._experts_implementation == name
     assert "(the model)" in str(convert(experts))
 
@@ -443,7 +442,7 @@ def test_what_is_refused_leaves_everything_as_it_was(kind: str, weights: str | N
 
 def test_a_name_that_is_taken_is_refused_before_anything_is_written() -> None:
     recipe = Float8BlockScaling(power_of_two_scales=False, amax_epsilon=1e-7)
-    register(hugging_face.implementation_of(recipe))
+    register(f"grouped_linear {recipe!r}")
     model = everything()
     before = state_of(model)
     refused = sentence(lambda: convert(model, recipe))

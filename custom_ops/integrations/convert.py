@@ -105,11 +105,14 @@ def convert(
     recipe = Float8BlockScaling() if recipe is None and weights is not None else recipe
     request = Request(recipe, weights, save_gate_up_in_fp8, recipes or {})
     _check(model, request)
-    found = {name: experts_of(module) for name, module in model.named_modules()}
-    known = {name: e for name, e in found.items() if e is not None and not _is_done(e)}
-    _check_found(model, known, request)
-    of_transformers = {n: e.module for n, e in known.items() if e.library == "transformers"}
-    of_torchtitan = {n: e.module for n, e in known.items() if e.library == "torchtitan"}
+    found: dict[str, Experts] = {}
+    for name, module in model.named_modules():
+        experts = experts_of(module)
+        if experts is not None and (experts.library == "transformers" or not experts.computed_here):
+            found[name] = experts
+    _check_found(model, found, request)
+    of_transformers = {n: e.module for n, e in found.items() if e.library == "transformers"}
+    of_torchtitan = {n: e.module for n, e in found.items() if e.library == "torchtitan"}
     replaced: Replaced = []
     if of_transformers:
         from grouped_linear.integrations import hugging_face
@@ -122,12 +125,7 @@ def convert(
     for name, module in of_torchtitan.items():
         replaced += grouped_experts.convert(module, request.of(name))
     warn_of_others_that_hold(replaced)
-    return _report(model, [*known], request)
-
-
-def _is_done(experts: Experts) -> bool:
-    """Whether they need no conversion. Those of transformers may be converted again."""
-    return experts.computed_here and experts.library != "transformers"
+    return _report(model, found, request)
 
 
 def _check(model: Any, request: Request) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 from grouped_linear.integrations.converted_class import class_before, convert_class
 from grouped_linear.integrations.grouped_experts import (
     GroupedForm,
-    form_and_recipe,
     form_of,
     grouped_members,
 )
@@ -118,8 +117,9 @@ def _of_transformers(module: Any) -> Experts | None:
 
 def _of_torchtitan(module: nn.Module) -> Experts | None:
     """Experts that one module holds in tensors [E, ...]."""
-    converted, recipe = form_and_recipe(module)
-    form = converted or form_of(module)
+    members, *made_of = getattr(type(module), "_converted_with", (None,))
+    converted = members is grouped_members
+    form, recipe = made_of[:2] if converted else (form_of(module), None)
     if form is None:
         return None
     E = local_part(next(module.parameters())).size(0)
@@ -130,7 +130,7 @@ def _of_torchtitan(module: nn.Module) -> Experts | None:
         form.weights,
         E,
         form.inputs[0],
-        bool(converted),
+        converted,
         recipe,
         partial(_grouped_by, module, form),
     )

@@ -124,10 +124,13 @@ FORMS = (
 )
 
 
+FORM_OF = {frozenset(form.parameters): form for form in FORMS}
+
+
 def form_of(module: nn.Module) -> GroupedForm | None:
     """The form of a module that holds experts; None if it is not known."""
     parameters = dict(module.named_parameters())
-    form = next((form for form in FORMS if set(form.parameters) == set(parameters)), None)
+    form = FORM_OF.get(frozenset(parameters))
     if form is None:
         return None
     # The class's forward: torchtitan's parallelize replaces the module's.
@@ -135,12 +138,6 @@ def form_of(module: nn.Module) -> GroupedForm | None:
     shapes = [tuple(parameters[name].shape) for name in form.parameters]
     has_limit = not form.gpt_oss or hasattr(module, "swiglu_limit")
     return form if form.fits(shapes) and tuple(called_with) == form.inputs and has_limit else None
-
-
-def form_and_recipe(module: nn.Module) -> tuple[GroupedForm | None, Recipe | None]:
-    """Of experts that have been converted here; None of any other module."""
-    members, *args = getattr(type(module), "_converted_with", (None,))
-    return (args[0], args[1]) if members is grouped_members else (None, None)
 
 
 def check(name: str, module: nn.Module, request: Request) -> None:

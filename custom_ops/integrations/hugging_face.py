@@ -41,15 +41,16 @@ from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Recipe
 
 
-def implementation_of(recipe: Recipe | None, save_gate_up_in_fp8: bool = False) -> str:
-    """The name of the experts implementation with these options; equal ones share one."""
-    name = "grouped_linear" if recipe is None else f"grouped_linear {recipe!r}"
-    return f"{name}, gate_up saved in FP8" if save_gate_up_in_fp8 else name
+def implementation_of(request: Request) -> Implementation:
+    """The experts implementation with these options; equal ones share a name."""
+    name = "grouped_linear" if request.recipe is None else f"grouped_linear {request.recipe!r}"
+    name += ", gate_up saved in FP8" if request.save_gate_up_in_fp8 else ""
+    return Implementation(name, request.recipe, request.save_gate_up_in_fp8)
 
 
 def check(model: nn.Module, experts: Mapping[str, Any], request: Request) -> None:
     """Raise ValueError for a model whose experts, by name, cannot be converted."""
-    _implementation(request).check("convert")
+    implementation_of(request).check("convert")
     for name, module in experts.items():
         where, of_module = where_in(name, module), request.of(name)
         check_stateless("convert", of_module.recipe)
@@ -71,7 +72,7 @@ def convert(model: nn.Module, experts: Mapping[str, Any], request: Request) -> R
 
     PEFT's adapters on them are grouped.
     """
-    _choose(model, experts, _implementation(request))
+    _choose(model, experts, implementation_of(request))
     if adapted(model) & {*experts.values()}:  # PEFT is imported for such models alone
         from grouped_linear.integrations.peft import group_adapters
 
@@ -90,11 +91,6 @@ def convert(model: nn.Module, experts: Mapping[str, Any], request: Request) -> R
     for root in _outermost(model) if frozen else ():
         describe(root)
     return replaced
-
-
-def _implementation(request: Request) -> Implementation:
-    recipe, save_in_fp8 = request.recipe, request.save_gate_up_in_fp8
-    return Implementation(implementation_of(recipe, save_in_fp8), recipe, save_in_fp8)
 
 
 @torch.no_grad()
@@ -228,4 +224,5 @@ def _choose(model: nn.Module, experts: Mapping[str, Any], implementation: Implem
     for module in experts.values():  # outside of a PreTrainedModel, or with a config of their own
         if module.config._experts_implementation != implementation.name:
             module.config._experts_implementation = implementation.name
-        implementation.travel_with(module)
+        # It is registered where these experts are unpickled.
+        vars(module)["_grouped_linear_implementation"] = implementation

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -26,7 +25,7 @@ class Implementation:
     """A registered name and its options. Unpickling registers it again.
 
     A model's configuration holds the name alone, and a name is registered in one process. So
-    converted experts carry the implementation with them: :meth:`travel_with`.
+    converted experts carry the implementation with them as an attribute.
     """
 
     name: str
@@ -57,10 +56,6 @@ class Implementation:
         }
         for interface in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
             interface.register(self.name, partial(experts_forward, **options))
-
-    def travel_with(self, experts: nn.Module) -> None:
-        """Have the implementation registered where these experts are unpickled."""
-        vars(experts)["_grouped_linear_implementation"] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _registered, (self.name, self.recipe, self.save_gate_up_in_fp8)
