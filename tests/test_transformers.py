@@ -413,6 +413,30 @@ def test_checkpoints_in_fp8_that_are_refused() -> None:
     assert type(experts) is not type(ours)
 
 
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [
+        ("down_proj", torch.float8_e5m2),
+        ("down_proj", torch.uint8),
+        ("down_proj_scale_inv", torch.uint8),  # E8M0 as bytes, which are not their numbers
+        ("down_proj_scale_inv", torch.float16),
+    ],
+)
+def test_bytes_of_another_meaning(part: str, dtype: torch.dtype) -> None:
+    model = tiny("mixtral", hidden_size=128, intermediate_size=128, moe_intermediate_size=128)
+    others = ["lm_head", "model.layers.0.self_attn", "model.layers.0.mlp.gate"]
+    model = replace_with_fp8_linear(model, others, quantization_config=FineGrainedFP8Config())
+    experts = model.model.layers[0].mlp.experts.to_empty(device="cpu")
+    other = torch.zeros(experts.get_parameter(part).shape, dtype=dtype)
+    setattr(experts, part, nn.Parameter(other, requires_grad=False))
+    name = str(dtype).removeprefix("torch.")
+    for weights in (None, "fp8"):
+        with pytest.raises(
+            ValueError, match=rf"must be float8_e4m3fn with.* got down_proj .*{name}"
+        ):
+            convert(model, Float8BlockScaling(), weights=weights)
+
+
 def every_experts_class() -> Iterator[Any]:
     """Module and name of each class with the experts interface; nothing is imported."""
     for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):

@@ -36,7 +36,7 @@ from grouped_linear.integrations.request import (
     where_in,
 )
 from grouped_linear.integrations.wrappers import adapted
-from grouped_linear.quantized.weight import distributed_like, is_dtensor, keep_weight, local_part
+from grouped_linear.quantized.weight import is_dtensor, keep_weight, local_part
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Recipe
 
@@ -95,20 +95,19 @@ def convert(model: nn.Module, experts: Mapping[str, Any], request: Request) -> R
 
 @torch.no_grad()
 def _freeze(experts: Any, recipe: Recipe) -> Replaced:
-    """Keep the weights in FP8 alone: those of a checkpoint in FP8 in the memory that they have."""
+    """Freeze the weights in FP8: those of a checkpoint in FP8 in the memory that they have."""
     loaded = isinstance(experts, FP8Experts)
-    learned = [experts.get_parameter(name) for name in weight_names(experts)]
-    replaced = [weakref.ref(p) for p in learned if p.requires_grad and not loaded]
+    replaced = []
     _save_by_parts(experts)
     for name in weight_names(experts):
-        w: Any = getattr(experts, name)
-        if not loaded:
-            experts.freeze(name, w, recipe)
-            continue
-        dtype = getattr(experts.config, "dtype", None) or torch.get_default_dtype()
-        kept = (local_part(part) for part in weight_in_fp8("convert", experts, name)[:2])
-        parts = (distributed_like(w, part) if is_dtensor(w) else part for part in kept)
-        experts.freeze(name, tuple(parts), recipe, dtype)
+        w: Any = experts.get_parameter(name)
+        dtype = w.dtype
+        if loaded:
+            dtype = getattr(experts.config, "dtype", None) or torch.get_default_dtype()
+            w = weight_in_fp8("convert", experts, name)[:2]
+        elif w.requires_grad:
+            replaced.append(weakref.ref(w))
+        experts.freeze(name, w, recipe, dtype)
     return replaced
 
 
