@@ -472,8 +472,8 @@ def test_bytes_per_token() -> None:
 def test_wrong_routings() -> None:
     model, ids = tiny("mixtral", num_hidden_layers=2), tokens("cpu", B, S)
     good = random_experts(layers=2)
-    too_large, negative = good.clone(), good.short()
-    too_large[1, 3, 1, 0], negative[0, 0, 0, 1] = E, -1
+    too_large, negative, partly = good.clone(), good.short(), good.short()
+    too_large[1, 3, 1, 0], negative[0, 0, 0, 1], partly[0, 0, 0, 1] = E, -2, -1
 
     def replayed(experts: Any, ids: Tensor = ids) -> None:
         with replay_routing(model, experts):
@@ -500,6 +500,7 @@ def test_wrong_routings() -> None:
         lambda: replayed(good[:0]),
         lambda: replayed(too_large),
         lambda: replayed(negative),
+        lambda: replayed(partly),
         lambda: replayed(good[:, :3]),
         lambda: replayed(good, ids[:, :3]),
         lambda: replayed(good, ids[:1]),
@@ -522,7 +523,8 @@ replay_routing: model.layers.0.mlp chooses 2 experts for a token, [2, 7, 2, 1] h
 replay_routing: experts must be integers [B, S, 2, C], of 2 layers, got None
 replay_routing: experts are of no token: [0, 7, 2, 2]
 replay_routing: model.layers.1.mlp has experts 0 to 4, the routing has 5
-replay_routing: model.layers.0.mlp has experts 0 to 4, the routing has -1 beside others of a token
+replay_routing: model.layers.0.mlp has experts 0 to 4, the routing has -2
+replay_routing: a token has -1 beside other experts: all are -1 for padding
 replay_routing: model.layers.0.mlp: a call has 14 tokens, not 2 sequences of up to 3
 replay_routing: model.layers.0.mlp: with gradients a call must have all 2 x 7 tokens, got 2 x 3
 replay_routing: model.layers.0.mlp: a call has 7 tokens, not 2 sequences of up to 7

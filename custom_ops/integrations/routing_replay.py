@@ -192,23 +192,23 @@ def _check_experts(op: str, experts: Any, routers: list[Router]) -> bool:
     if not experts.numel():
         raise ValueError(f"{op}: experts are of no token: {list(experts.shape)}")
     C = experts.size(3)
-    is_padding = (experts == -1).all(3, keepdim=True)
-    chosen = experts.long().masked_fill(is_padding, 0)
-    ranges = torch.stack([chosen.amin((0, 1, 3)), chosen.amax((0, 1, 3))], dim=1)
-    *found, (pads, _) = [*ranges.tolist(), (bool(is_padding.any()), None)]
-    for router, (first, last) in zip(routers, found, strict=True):
+    smallest, largest = (t.long() for t in (experts.amin((0, 1, 3)), experts.amax((0, 1, 3))))
+    ranges = torch.stack([smallest, largest], dim=1).tolist()
+    for router, (first, last) in zip(routers, ranges, strict=True):
         where, E = f"{op}: {router.layer}", router.num_experts
         if router.num_chosen != C:
             raise ValueError(
                 f"{where} chooses {router.num_chosen} experts for a token, {list(experts.shape)} "
                 f"has {C}"
             )
-        if first < 0 or last >= E:
-            wrong = first if first < 0 else last
-            raise ValueError(
-                f"{where} has experts 0 to {E - 1}, the routing has {wrong}"
-                + (" beside others of a token" if wrong == -1 else "")
-            )
+        if first < -1 or last >= E:
+            wrong = first if first < -1 else last
+            raise ValueError(f"{where} has experts 0 to {E - 1}, the routing has {wrong}")
+    pads = any(first == -1 for first, _ in ranges)
+    if pads:
+        is_padding = experts == -1
+        if bool((is_padding.any(3) & ~is_padding.all(3)).any()):
+            raise ValueError(f"{op}: a token has -1 beside other experts: all are -1 for padding")
     return pads
 
 
