@@ -634,6 +634,17 @@ def test_what_hangs_on_a_parameter_stays(form: str, swapped: bool) -> None:
 
 
 @pytest.mark.parametrize("form", ["hugging face", "one module"])
+def test_attributes_of_a_frozen_parameter_stay(form: str) -> None:
+    model: Any = mixtral() if form == "hugging face" else GroupedExperts()
+    name, p = next((n, p) for n, p in model.named_parameters() if p.dim() == 3)
+    p.allreduce = False
+    del p
+    convert(model, weights="fp8")
+    assert model.get_parameter(name).dtype == torch.uint8
+    assert model.get_parameter(name).allreduce is False
+
+
+@pytest.mark.parametrize("form", ["hugging face", "one module"])
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_parameters_would_be_lost(hook: str, form: str) -> None:
     """An optimizer in the backward is one."""

@@ -6,7 +6,6 @@ letters: D is H, and G is 2 F.
 
 import inspect
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from grouped_linear.integrations.request import (
     Request,
     check_replaceable,
     check_weights,
+    freeze_parameter,
     replace_parameter,
     where_in,
 )
@@ -202,9 +202,9 @@ def convert(module: Any, request: Request) -> Replaced:
     convert_class(module, grouped_members, form, recipe)
     for name in form.weights if weights is not None else ():
         if weights == "fp8":
+            assert recipe is not None
             w = module.get_parameter(name)
-            replaced += [weakref.ref(w)] if w.requires_grad else []
-            module.freeze(name, w, recipe)
+            replaced += freeze_parameter(module, name, w, recipe, w.dtype)
         else:
             kept = keep_weight(getattr(module, name), weights, recipe)
             replaced += replace_parameter(module, name, kept)

@@ -4,7 +4,6 @@ transformers is imported where a model of it is converted, and only there.
 """
 
 import importlib
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +31,7 @@ from grouped_linear.integrations.request import (
     check_replaceable,
     check_sizes,
     check_weights,
+    freeze_parameter,
     replace_parameter,
     where_in,
 )
@@ -97,7 +97,7 @@ def convert(model: nn.Module, experts: Mapping[str, Any], request: Request) -> R
 def _freeze(experts: Any, recipe: Recipe) -> Replaced:
     """Freeze the weights in FP8: those of a checkpoint in FP8 in the memory that they have."""
     loaded = isinstance(experts, FP8Experts)
-    replaced = []
+    replaced = list[Any]()
     _save_by_parts(experts)
     for name in weight_names(experts):
         w: Any = experts.get_parameter(name)
@@ -105,10 +105,8 @@ def _freeze(experts: Any, recipe: Recipe) -> Replaced:
         if loaded:
             dtype = getattr(experts.config, "dtype", None) or torch.get_default_dtype()
             w = weight_in_fp8("convert", experts, name)[:2]
-        elif w.requires_grad:
-            replaced.append(weakref.ref(w))
-        experts.freeze(name, w, recipe, dtype)
-    return replaced
+        replaced += freeze_parameter(experts, name, w, recipe, dtype)
+    return [] if loaded else replaced
 
 
 @torch.no_grad()

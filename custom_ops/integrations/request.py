@@ -80,9 +80,7 @@ def replace_parameter(module: nn.Module, name: str, w: Tensor) -> Replaced:
     Its gradient and the attributes that others have set stay, too.
     """
     old = module.get_parameter(name)
-    grad = old.grad
-    set_by_others = vars(old).keys() - vars(old.detach()).keys() - {"_is_param"}
-    attributes = {attribute: vars(old)[attribute] for attribute in set_by_others}
+    grad, attributes = old.grad, _set_by_others(old)
     new, replaced = nn.Parameter(w, requires_grad=old.requires_grad), list[Any]()
     try:
         torch.utils.swap_tensors(old, new)
@@ -94,6 +92,26 @@ def replace_parameter(module: nn.Module, name: str, w: Tensor) -> Replaced:
     if now.requires_grad:
         now.grad = grad
     return replaced
+
+
+def freeze_parameter(
+    module: Any, name: str, weight: Any, recipe: Recipe, dtype: torch.dtype
+) -> Replaced:
+    """Freeze a parameter of a module, as ``KeepsFrozen.freeze`` does.
+
+    The attributes that others have set stay.
+    """
+    old: nn.Parameter = module.get_parameter(name)
+    attributes = _set_by_others(old)
+    module.freeze(name, weight, recipe, dtype)
+    vars(module.get_parameter(name)).update(attributes)
+    return [weakref.ref(old)] if old.requires_grad else []
+
+
+def _set_by_others(p: nn.Parameter) -> dict[str, Any]:
+    """The attributes of a parameter besides those of its class."""
+    names = vars(p).keys() - vars(p.detach()).keys() - {"_is_param"}
+    return {name: vars(p)[name] for name in names}
 
 
 def check_weights(where: str, weights: Iterable[tuple[str, Tensor]]) -> None:
