@@ -519,6 +519,23 @@ def test_what_is_said_of_what_a_function_returns(role: str, returned: Any, expec
     assert str(raised.value).startswith(expected.format(f"Recipe: {role}", shape)[:60])
 
 
+@pytest.mark.parametrize(
+    ("role", "expected"),
+    [
+        ("input", "fprop cannot multiply input in float32 without scales and weight in bfloat16"),
+        ("weight", "fprop cannot multiply input in bfloat16 without scales and weight in float32"),
+        ("grad_output", "dgrad cannot multiply grad_output in float32 without scales and weight"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["layer", "mlp"])
+def test_operands_of_two_dtypes(kind: str, role: str, expected: str) -> None:
+    recipe = Recipe(**{role: Format(quantize=lambda t, offs, layouts: t.float())})
+    module = layer_of(recipe) if kind == "layer" else mlp_of(recipe)
+    arguments = (torch.tensor(SPLITS),) if kind == "layer" else routing_of(T)
+    with pytest.raises(RuntimeError, match=f"Recipe: {expected}"):
+        module(rows(T, K).requires_grad_(), *arguments).float().sum().backward()
+
+
 def test_two_recipes_of_one_name() -> None:
     """Equal options do not make them one: not in a comparison, and not in a compiled graph."""
 

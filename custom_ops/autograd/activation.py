@@ -86,7 +86,7 @@ def grads_of_gate_up(
     activation: Activation,
     formats: GradFormats,
     keep: bool,
-) -> tuple[SwigluGradOperands, ops.SwigluGrad | None]:
+) -> tuple[SwigluGradOperands, Tensor | None, Tensor | None]:
     """Compute the second layer's dgrad and the activation's gradient, in one kernel if one exists.
 
     Args:
@@ -96,7 +96,8 @@ def grads_of_gate_up(
         weight_R: float32, what each row's output is weighted by.
         activation: between the layers.
         formats: what to return of the gradient of gate_up and of h.
-        keep: whether the gradient itself is needed, beside the operands; else it may be None.
+        keep: whether the gradient itself and the weighted h are needed, which follow the operands;
+            else they may be None.
     """
     offs_E, form = dgrad.offs_E, activation.swiglu
     if form is not None and more_dh_RF is None and dgrad.has_swiglu_kernel:
@@ -105,19 +106,21 @@ def grads_of_gate_up(
         assert isinstance(w, Tensor)
         given = dy, w, gate_up_RG, weight_R, offs_E, dgrad.rows
         grads = ops.grouped_mm_swiglu_grad(*given, activation=form)
-        return quantize_grads(grads, offs_E, formats), grads if keep else None
+        made = quantize_grads(grads, offs_E, formats)
+        return (made, *grads[:2]) if keep else (made, None, None)
     dh_RF = dgrad.compute()
     if more_dh_RF is not None:
         dh_RF = dh_RF + more_dh_RF
     if form is not None and not keep:
         source = SwigluGradOf(dh_RF, gate_up_RG, weight_R, form)
-        return quantize_swiglu_grad(source, offs_E, formats), None
+        return quantize_swiglu_grad(source, offs_E, formats), None, None
     if form is not None:
         grads = ops.swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form)
     else:
         grads = _grad(activation, dh_RF, gate_up_RG, weight_R)
     del dh_RF  # lowers the peak memory of an eager step
-    return quantize_grads(grads, offs_E, formats), grads if keep else None
+    made = quantize_grads(grads, offs_E, formats)
+    return (made, *grads[:2]) if keep else (made, None, None)
 
 
 def weighted_h(

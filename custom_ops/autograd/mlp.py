@@ -28,7 +28,6 @@ from grouped_linear.recipes import (
     GradFormats,
     Layouts,
     quantize,
-    quantize_for_gemms,
 )
 
 
@@ -120,6 +119,10 @@ class Saved(NamedTuple):
         kept = Kept(*t[5:11]), Kept(*t[11:17])
         return cls(weight_TC, x_TH, gate_up_RG, gate_up_scale, down_bias_EH, *kept, rows)
 
+    def gate_up_of(self, dtype: torch.dtype) -> Tensor:
+        """gate_up in the activations' dtype."""
+        return restore(self.gate_up_RG, self.gate_up_scale, self.rows.offs, dtype)
+
 
 class GroupedMLPFunction(torch.autograd.Function):
     """Gather, gate and up, activation, down, weighted sum: ``grouped_mlp``, with its routing.
@@ -150,9 +153,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         offs_E, dtype = rows.offs, x_TH.dtype
 
         # The first layer, of gathered tokens, and the activation of its output.
-        x, rows_R, _ = quantize_for_gemms(
-            rows.source(x_TH), gate_up.recipe.input, offs_E, ROWWISE, gate_up.out_features
-        )
+        x, rows_R, _ = gate_up.input(rows.source(x_TH), offs_E, ROWWISE)
         gate_up_w, gate_up_term, adapter = gate_up.weight(needs.x), None, gate_up.adapter
         if adapter is not None:
             gate_up_term = adapter.forward_term(adapter.input(x_TH), offs_E, rows.token)
@@ -193,9 +194,13 @@ class GroupedMLPFunction(torch.autograd.Function):
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x, the routing weights and the parameters, each only where needed."""
         needs, saved = _Needs.now(ctx), Saved.of(ctx)
-        rows, weight_TC = saved.rows, saved.weight_TC
+        rows, weight_TC, offs_E, dtype = (
+            saved.rows,
+            saved.weight_TC,
+            saved.rows.offs,
+            d_out_TH.dtype,
+        )
         gate_up, down = ctx.gate_up.restored(saved.gate_up), ctx.down.restored(saved.down)
-        offs_E, dtype = rows.offs, d_out_TH.dtype
         dx_TH = d_weight_TC = d_gate_up_RG = h_RF = None
         d_gate_up_w = d_gate_up_bias = d_gate_up_a = d_gate_up_b = None
         d_down_w = d_down_bias = d_down_a = d_down_b = None
@@ -207,9 +212,8 @@ class GroupedMLPFunction(torch.autograd.Function):
             d_down_bias = ops.grouped_bias_grad(dy_RH, offs_E).to(ctx.bias_dtypes[1])
         weight_R = rows.weights(weight_TC, d_out_TH)
         if needs.dh or needs.down.weight:
-            source, layouts = rows.source(d_out_TH), Layouts(needs.dh, needs.down.weight)
-            format = down.recipe.grad_output
-            dy = quantize_for_gemms(source, format, offs_E, layouts, down.in_features)
+            layouts = Layouts(needs.dh, needs.down.weight)
+            dy = down.gradient(rows.source(d_out_TH), offs_E, layouts)
 
         # The second layer's adapter, which multiplies that gradient itself.
         term, adapter = None, down.adapter
@@ -225,29 +229,23 @@ class GroupedMLPFunction(torch.autograd.Function):
             term, beside = down.split(term)
             more_dh_RF = None if beside is None else adapter.input(beside.product(offs_E))
             layouts = Layouts(needs.x, needs.gate_up.weight, needs.gate_up.bias)
-            (d_gate_up, h, d_weight_R), grads = grads_of_gate_up(
+            formats = gate_up.recipe.grad_output, layouts, down.recipe.input, needs.down.weight
+            (d_gate_up, h, d_weight_R), d_gate_up_RG, h_RF = grads_of_gate_up(
                 down.dgrad(dy.operands, saved.down, offs_E, dtype, dy.rows, term),
                 more_dh_RF,
-                restore(saved.gate_up_RG, saved.gate_up_scale, offs_E, dtype),
+                saved.gate_up_of(dtype),
                 weight_R,
                 ctx.activation,
-                GradFormats(
-                    gate_up.recipe.grad_output, layouts, down.recipe.input, needs.down.weight
-                ),
+                GradFormats(*formats),
                 keep=needs.down.a or gate_up.adapter is not None,
             )
-            if grads is not None:
-                d_gate_up_RG, h_RF, _ = grads
-            del grads, more_dh_RF  # as below: lowers the peak memory of an eager step
+            del more_dh_RF  # as below: lowers the peak memory of an eager step
         elif needs.down.weight or needs.down.a:
-            gate_up_RG = restore(saved.gate_up_RG, saved.gate_up_scale, offs_E, dtype)
-            h_RF = weighted_h(gate_up_RG, weight_R, offs_E, ctx.activation)
-            del gate_up_RG
+            h_RF = weighted_h(saved.gate_up_of(dtype), weight_R, offs_E, ctx.activation)
             if needs.down.weight:
                 h = quantize(h_RF, down.recipe.input, offs_E, COLUMNWISE_AGAIN)
         if needs.weights:
-            bias_EH = None if saved.down_bias_EH is None else saved.down_bias_EH.to(dtype)
-            d_weight_TC = rows.gradient_of_weights(d_weight_R, d_out_TH, bias_EH)
+            d_weight_TC = rows.gradient_of_weights(d_weight_R, d_out_TH, saved.down_bias_EH)
             d_weight_TC = d_weight_TC.to(weight_TC.dtype)
 
         # The second layer's parameters.
@@ -255,26 +253,21 @@ class GroupedMLPFunction(torch.autograd.Function):
             d_down_a = adapter.grad_of_a(d_down_Rr, adapter.input(h_RF), offs_E)
         del h_RF
         if needs.down.weight:
-            wgrad = down.wgrad(dy.operands, h, offs_E, dy.columnwise_rows)
-            (d_down_w,) = wgrad.compute()
-            del dy, h, wgrad
+            (d_down_w,) = down.wgrad(dy.operands, h, offs_E, dy.columnwise_rows).compute()
+            del dy, h
 
         # The first layer's parameters, of tokens that are gathered again, and its dgrad.
         if needs.gate_up.weight:
-            source, layouts = rows.source(saved.x_TH), COLUMNWISE_AGAIN
-            format = gate_up.recipe.input
-            x = quantize_for_gemms(source, format, offs_E, layouts, gate_up.out_features)
-            wgrad = gate_up.wgrad(d_gate_up, x.operands, offs_E, x_rows=x.columnwise_rows)
+            x = gate_up.input(rows.source(saved.x_TH), offs_E, COLUMNWISE_AGAIN)
+            wgrad = gate_up.wgrad(d_gate_up, x.operands, offs_E, None, x.columnwise_rows)
             (d_gate_up_w,) = wgrad.compute()
             del x, wgrad
         if needs.gate_up.bias and d_gate_up.bias_grad is not None:
             d_gate_up_bias = d_gate_up.bias_grad.to(ctx.bias_dtypes[0])
         term, adapter = None, gate_up.adapter
         if adapter is not None:
-            x_TH, h_Tr = saved.x_TH if needs.gate_up.a else None, saved.gate_up.h_Tr
-            d_gate_up_a, d_gate_up_b, term = adapter.grads(
-                d_gate_up_RG, x_TH, h_Tr, offs_E, needs.x, rows.token
-            )
+            given = saved.x_TH if needs.gate_up.a else None, saved.gate_up.h_Tr, offs_E, needs.x
+            d_gate_up_a, d_gate_up_b, term = adapter.grads(d_gate_up_RG, *given, rows.token)
         del d_gate_up_RG
         if needs.x:
             term, beside = gate_up.split(term)

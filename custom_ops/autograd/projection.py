@@ -19,7 +19,10 @@ from grouped_linear.recipes import (
     Operands,
     QuantizedWeight,
     Recipe,
+    RowOperands,
+    Source,
     WeightList,
+    quantize_for_gemms,
     quantize_weight,
     refresh_weight_,
     weight_for_dgrad,
@@ -85,6 +88,16 @@ class Projection(NamedTuple):
         """K."""
         return self.weights[0].size(-1)
 
+    def input(self, source: Source, offs_E: Tensor, layouts: Layouts) -> RowOperands:
+        """x for fprop, and for wgrad; GEMMs may gather its rows."""
+        return quantize_for_gemms(source, self.recipe.input, offs_E, layouts, self.out_features)
+
+    def gradient(self, source: Source, offs_E: Tensor, layouts: Layouts) -> RowOperands:
+        """dy for dgrad, and for wgrad; GEMMs may gather its rows."""
+        return quantize_for_gemms(
+            source, self.recipe.grad_output, offs_E, layouts, self.in_features
+        )
+
     def weight(self, columnwise: bool) -> Operands:
         """The weight for fprop, and for dgrad if ``columnwise``: stored, or quantized now."""
         weights, _, recipe, stored, *_ = self
@@ -123,6 +136,8 @@ class Projection(NamedTuple):
     ) -> Gemm:
         """``x[t] @ weight[e].T + bias[e]`` of rowwise x, or x[rows], in x's dtype."""
         bias_EN = None if self.bias_EN is None else self.bias_EN.to(dtype)
+        if self.recipe.checks_operands:
+            self.recipe.check_operands("fprop", *x[:2], *w[:2])
         return Gemm(x, w, offs_E, dtype, bias_EN, True, rows, low_rank)
 
     def dgrad(
@@ -144,6 +159,8 @@ class Projection(NamedTuple):
             assert w.columnwise is not None
             columnwise, scale = w.columnwise, w.columnwise_scale
         w = weight_for_dgrad(columnwise, scale, self.recipe.weight)
+        if self.recipe.checks_operands:
+            self.recipe.check_operands("dgrad", *dy[:2], *w[2:4])
         return Gemm(dy, w, offs_E, dtype, None, False, rows, low_rank)
 
     def wgrad(
@@ -157,6 +174,8 @@ class Projection(NamedTuple):
         """The weight gradient of columnwise dy, or dy[dy_rows], and x, or x[x_rows]."""
         assert isinstance(dy.columnwise, Tensor)
         assert isinstance(x.columnwise, Tensor)
+        if self.recipe.checks_operands:
+            self.recipe.check_operands("wgrad", *dy[2:4], *x[2:4])
         operands = dy.columnwise, x.columnwise, dy.columnwise_scale, x.columnwise_scale
         return Wgrad(self.weights, self.main_grad, *operands, offs_E, dy_rows, x_rows)
 

@@ -91,6 +91,7 @@ class ChosenRows(NamedTuple):
         d_weight_TC = d_weight_R[self.row]
         if bias_EH is None:
             return d_weight_TC
+        bias_EH = bias_EH.to(d_out_TH.dtype)
         return d_weight_TC + _dot_of_biases(d_out_TH, bias_EH, self.row, self.offs)
 
 
@@ -139,6 +140,7 @@ class SortedRows(NamedTuple):
         """[R] float32: the gradient through the rows, and through the bias in their outputs."""
         if bias_EH is None:
             return d_weight_R
+        bias_EH = bias_EH.to(d_out_RH.dtype)
         return d_weight_R + _dot_of_biases(d_out_RH, bias_EH, _numbers(d_out_RH), self.offs)[:, 0]
 
 

@@ -63,16 +63,14 @@ class Recipe:
         x, w, dy = self.input, self.weight, self.grad_output
         if w.wgrad_dtype is not None:
             raise ValueError(f"{name}: wgrad_dtype is for input and grad_output, not for weight")
-        for gemm, left, right in (
-            ("fprop", ("input", _kind(x)), ("weight", _kind(w))),
-            ("dgrad", ("grad_output", _kind(dy)), ("weight", _kind(w))),
-            ("wgrad", ("grad_output", _kind(dy, True)), ("input", _kind(x, True))),
-        ):
-            if not _agree(left[1], right[1]):
-                raise ValueError(
-                    f"{name}: {gemm} cannot multiply {left[0]} with {left[1]} and {right[0]} with "
-                    f"{right[1]}"
-                )
+        kinds = {
+            "fprop": (_kind(x), _kind(w)),
+            "dgrad": (_kind(dy), _kind(w)),
+            "wgrad": (_kind(dy, True), _kind(x, True)),
+        }
+        for gemm, (left, right) in kinds.items():
+            if not _agree(left, right):
+                raise ValueError(_disagree(name, gemm, f"with {left}", f"with {right}"))
         for role, format in (("input", x), ("weight", w), ("grad_output", dy)):
             if format.quantize is not None:  # whose errors name the role
                 named = replace(format)
@@ -85,11 +83,15 @@ class Recipe:
         one_op = in_blocks and plain
         in_fp8 = x.wgrad_dtype is None and dy.wgrad_dtype is None
         set_attribute = object.__setattr__  # the dataclass is frozen
+        known = all(None not in both and len(set(both)) == 1 for both in kinds.values())
+        set_attribute(self, "checks_operands", not known)
         set_attribute(self, "has_linear_op", one_op)
         set_attribute(self, "has_linear_grad_op", one_op and in_fp8)
         set_attribute(self, "has_state", any(f.needs_state for f in (x, w, dy)))
         set_attribute(self, "states", tuple(f.state for f in (x, dy) if f.state is not None))
 
+    checks_operands = False
+    """Whether a call alone shows if a GEMM's operands agree, as a function's; set by this class."""
     has_linear_op = False
     """Whether an eager layer's forward can be one op; set by this class."""
     has_linear_grad_op = False
@@ -98,6 +100,16 @@ class Recipe:
     """Those of ``input`` and ``grad_output`` whose scales a backward reads; set by this class."""
     has_state = False
     """Whether a layer keeps a state for it from step to step; set by this class."""
+
+    def check_operands(self, gemm: str, a: Any, scale_a: Any, b: Any, scale_b: Any) -> None:
+        """Raise RuntimeError for operands that a GEMM cannot multiply with each other."""
+        b = b[0] if isinstance(b, tuple) else b
+        if (scale_a is None) != (scale_b is None) or (scale_a is None and a.dtype != b.dtype):
+            left, right = (
+                f"in {dtype_name(t.dtype)} with{'out' if scale is None else ''} scales"
+                for t, scale in ((a, scale_a), (b, scale_b))
+            )
+            raise RuntimeError(_disagree(type(self).__name__, gemm, left, right))
 
     def options(self) -> dict[str, Any]:
         """The arguments that make an equal recipe."""
@@ -126,6 +138,20 @@ def _kind(format: Format, columnwise: bool = False) -> str | None:
     if format.scaling is None:
         return "the activations' dtype" if format.dtype is None else dtype_name(format.dtype)
     return "scales of blocks" if format.scaling == "block" else "scales of groups"
+
+
+#: What each GEMM multiplies.
+OPERANDS = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
+
+
+def _disagree(recipe: str, gemm: str, left: str, right: str) -> str:
+    """What is said of operands that a GEMM cannot multiply."""
+    a, b = OPERANDS[gemm]
+    return f"{recipe}: {gemm} cannot multiply {a} {left} and {b} {right}"
 
 
 def _agree(left: str | None, right: str | None) -> bool:
