@@ -823,6 +823,26 @@ def test_gradients_of_the_second_product(groups: Groups, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices(*GRADIENT_OPS))
+def test_gradients_of_gathered_rows(device: str) -> None:
+    """A row that is gathered 400 times: its sum is one of float32, where BF16 stops at 256."""
+    groups = Groups((500, 0, 700), 1205, K=16, N=32)
+    a, b = torch.randn(3, 16).to(BF16), torch.rand(3, 16, 32).to(BF16)
+    rows_T, dy = torch.arange(groups.T) % 3, torch.rand(groups.T, 32).to(BF16)
+    dy[groups.valid :] = torch.nan
+    leaves = [t.to(device).requires_grad_() for t in (a, b)]
+    offs, rows_there = groups.offs().to(device), rows_T.to(device)
+    y = ops.grouped_mm(*leaves, offs, rows=rows_there)
+    da, db = (t.cpu() for t in torch.autograd.grad(y, leaves, dy.to(device)))
+    products = reference.grouped_mm(dy, b.mT, groups.offs())[: groups.valid]
+    expected = torch.zeros(3, 16).double().index_add(0, rows_T[: groups.valid], products)
+    # positive numbers: each product is rounded to 2^-9 of it, and their sum is
+    assert within(da, expected, 2.0**-8 * expected)
+    expected = reference.grouped_mm_wgrad(dy, a[rows_T], groups.offs()).mT
+    magnitude = reference.grouped_mm_wgrad(dy, a[rows_T].abs(), groups.offs()).mT
+    assert within(db, expected, tolerance(expected, magnitude, max(groups.m_splits), BF16))
+
+
+@pytest.mark.parametrize("device", devices(*GRADIENT_OPS))
 def test_gradients_through_the_documented_wrapper(device: str) -> None:
     """The wrapper passes every argument, the dispatcher drops those that equal their defaults."""
     sample = make("grouped_mm", GROUPS["unaligned"], FP32).on(device)
