@@ -121,6 +121,23 @@ def test_weights_that_are_frozen() -> None:
         assert_same_bits(p, before[name])
 
 
+def test_layers_before_all_that_learns() -> None:
+    """As those before the first adapter: they have an output and no gradient."""
+    torch.manual_seed(0)
+    recipe = Float8BlockScaling()
+    model = nn.ModuleList(GroupedLinear(2, 64, 64, bias=False, recipe=recipe) for _ in range(2))
+    model[0].requires_grad_(False)
+    x = torch.randn(20, 64)
+    found = compare(model, lambda: model[1](model[0](x, [12, 8]), [12, 8]).sum().backward())
+    assert [d[:3] for d in found.differences] == [
+        ("0", "all", "output"),
+        ("1", "all", "output"),
+        ("1", "all", "x"),
+        ("1", "all", "weight"),
+    ]
+    assert all(0.01 < d.difference < 0.06 for d in found.differences)
+
+
 def test_the_model_stays_as_it_is() -> None:
     layer, (x, dy) = linear(Float8BlockScaling(), weights="both"), arguments()
     seen = watch(layer)

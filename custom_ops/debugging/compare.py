@@ -81,7 +81,8 @@ def compare(
         model: with :class:`GroupedLinear`, :class:`GroupedMLP` or experts that :func:`convert` has
             converted, that have a recipe. Their modules must be called by Python: give the model
             that torch.compile has not compiled.
-        step: runs a forward and a backward of the model, once.
+        step: runs a forward and a backward of the model, once. Layers before all that learns have
+            their outputs compared alone.
         roles: quantize each role alone as well, x, the weight or the gradient: its numbers are
             rounded by the recipe, and the GEMMs multiply the results in x's dtype.
         compiled: compare compiled copies of the layers, with ``fullgraph=True``.
@@ -121,7 +122,7 @@ def compare(
         )
     squares: dict[tuple[str, str, str], Tensor] = {}  # of the difference, and of the tensor
 
-    def measure(name: str, args: Any, kwargs: Any, dy: Tensor) -> None:
+    def measure(name: str, args: Any, kwargs: Any, dy: Tensor | None) -> None:
         layer = layers[name]
         plain = _results(layer, None, args, kwargs, dy, compiled)
         for quantized, recipe in recipes_of[name].items():
@@ -136,6 +137,8 @@ def compare(
         output = y[0] if isinstance(y, tuple) else y
         if output.requires_grad:
             output.register_hook(lambda dy: measure(name, args, kwargs, dy))
+        else:  # frozen, as all before it
+            measure(name, args, kwargs, None)
 
     handles = [
         layer.module.register_forward_hook(
@@ -162,23 +165,26 @@ def compare(
 
 
 def _results(
-    layer: Experts, recipe: Recipe | None, args: Any, kwargs: Any, dy: Tensor, compiled: bool
+    layer: Experts, recipe: Recipe | None, args: Any, kwargs: Any, dy: Tensor | None, compiled: bool
 ) -> dict[str, Tensor]:
     """The output of a copy with another recipe, and its gradients by x and the parameters.
 
     Random numbers are those that come next in the step, which draws them again.
     """
     other = _with_recipe(layer.module, recipe)
-    args = tuple(map(_leaf, args))
-    kwargs = {name: _leaf(t) for name, t in kwargs.items()}
-    x = args[0] if args else kwargs[layer.input]
+    if dy is not None:
+        args = tuple(map(_leaf, args))
+        kwargs = {name: _leaf(t) for name, t in kwargs.items()}
+    x: Tensor = args[0] if args else kwargs[layer.input]
     leaves = {"x": x, **{n: p for n, p in other.named_parameters() if p.requires_grad}}
     # Each recipe is a compilation of the same forward.
     many = torch._dynamo.config.patch(recompile_limit=1024) if compiled else nullcontext()
-    gpus = [dy.get_device()] if dy.is_cuda else []
-    with torch.enable_grad(), torch.random.fork_rng(gpus), many:
+    gpus = [x.get_device()] if x.is_cuda else []
+    with torch.set_grad_enabled(dy is not None), torch.random.fork_rng(gpus), many:
         y = (torch.compile(other, fullgraph=True) if compiled else other)(*args, **kwargs)
         y = y[0] if isinstance(y, tuple) else y
+        if dy is None:
+            return {"output": y}
         grads = torch.autograd.grad(y, list(leaves.values()), dy, allow_unused=True)
     results = {"output": y.detach()}
     results |= {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
