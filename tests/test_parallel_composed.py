@@ -189,6 +189,7 @@ def check_checkpoint(options: dict[str, Any], rank: int, directory: Path) -> Non
         over_all.experts, init_device_mesh(device().type, (PROCESSES,)), ExpertParallel()
     )
     spread(again, "all_to_all").to_empty(device=device())
+    again.experts.reset_parameters()  # a frozen weight is quantized where its experts lie
     for model in (alone, over_all, again):
         with torch.no_grad():
             for p in model.parameters():

@@ -36,7 +36,7 @@ from grouped_linear.integrations.request import (
     where_in,
 )
 from grouped_linear.integrations.wrappers import adapted
-from grouped_linear.quantized.weight import is_dtensor, keep_weight, local_part
+from grouped_linear.quantized.weight import is_by_experts, is_dtensor, keep_weight, local_part
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Recipe
 
@@ -188,7 +188,7 @@ def _check_can_freeze(where: str, experts: Any, model: nn.Module) -> None:
         fsdp = importlib.import_module("torch.distributed.fsdp").FSDPModule
         if any(isinstance(module, fsdp) for module in model.modules()):
             raise ValueError(f"{where}: {name} is sharded by FSDP: convert before fully_shard")
-        if not all(p.is_replicate() or p.is_shard(0) for p in w.placements):
+        if not is_by_experts(w):
             raise ValueError(
                 f"{where}: {name} is split inside of each expert, {w.placements}: distribute "
                 "whole experts instead, with DistributedConfig(ep_size=...)"

@@ -39,7 +39,12 @@ from grouped_linear.quantized.state_dict import (
     for_state_dict,
     sent_as_bytes,
 )
-from grouped_linear.quantized.weight import distributed_like, is_dtensor, local_part
+from grouped_linear.quantized.weight import (
+    distributed_like,
+    is_by_experts,
+    is_dtensor,
+    local_part,
+)
 from grouped_linear.recipes import QuantizedWeight, Recipe
 
 Parts = tuple[Tensor, Tensor]
@@ -307,7 +312,7 @@ def _quantized(w: Any, frozen: Frozen) -> Parts:
     """Numbers and scales of a weight in high precision; DTensors of a DTensor."""
     local = local_part(w.detach())
     local = local.to(local.dtype if local.dtype in ACTIVATIONS else torch.float32).contiguous()
-    if is_dtensor(w) and not all(p.is_replicate() or p.is_shard(0) for p in w.placements):
+    if is_dtensor(w) and not is_by_experts(w):
         raise ValueError(
             f"it is split inside of each expert, {w.placements}: shard a frozen weight by experts"
         )

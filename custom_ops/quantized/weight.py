@@ -90,6 +90,14 @@ def stored_weight(op: str, w: Any, recipe: Recipe | None) -> QuantizedWeight | N
     return w.quantized_weight()
 
 
+def is_by_experts(w: Any) -> bool:
+    """Whether a DTensor [E, ...] has whole experts on each process.
+
+    The placements of FSDP2 beside expert parallelism are no ``Shard``, but have a dimension, too.
+    """
+    return all(getattr(p, "dim", 0) == 0 for p in w.placements)
+
+
 def distributed_like(like: Any, local: Tensor) -> Any:
     """A DTensor of this process's part, sharded by experts as `like` is."""
     shape = like.shape[:1] + local.shape[1:]
