@@ -118,6 +118,16 @@ void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& sca
                              const Tensor& scale_b, const Tensor& offs,
                              const std::optional<Tensor>& bias, ScalarType out_dtype,
                              const std::optional<Tensor>& rows, const LowRank& low);
+void check_quantize_mxfp4(const Tensor& w);
+void check_dequantize_mxfp4(const Tensor& q, const Tensor& scale, ScalarType dtype);
+// The dtype of grouped_mm_mxfp4's result: a's, or bfloat16 where that is FP8.
+ScalarType mxfp4_out_dtype(const Tensor& a, std::optional<ScalarType> requested);
+// low: b [E, N, r], as backends see it, where the result has N columns.
+void check_grouped_mm_mxfp4(const Tensor& a, const Tensor& b, const Tensor& scale_b,
+                            const Tensor& offs, const std::optional<Tensor>& bias,
+                            const std::optional<Tensor>& scale_a, ScalarType out_dtype,
+                            bool transpose_b, const std::optional<Tensor>& rows,
+                            const LowRank& low);
 void check_grouped_mm_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& offs,
                             ScalarType out_dtype, const std::optional<Tensor>& dy_rows,
                             const std::optional<Tensor>& x_rows);

@@ -194,6 +194,17 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "Tensor? bias=None, ScalarType? out_dtype=None, Tensor? rows=None, Tensor? a_low=None, "
       "Tensor? b_low=None) -> Tensor");
 
+  // MXFP4: w [E, N, K] -> q [E, N, K/2], two codes a byte, scale [E, N, K/32] E8M0, both uint8
+  m.def("quantize_mxfp4(Tensor w) -> (Tensor q, Tensor scale)");
+  m.def("dequantize_mxfp4(Tensor q, Tensor scale, ScalarType out_dtype) -> Tensor");
+  // grouped_mm of a weight w [E, N, K] in MXFP4, which is b and scale_b: a[t] @ w[e].T, [T, N], or
+  // without transpose_b a[t] @ w[e], [T, K]. a: of 16 bits or float32, then w is decoded to it, or
+  // e4m3 with scale_a, then w is e4m3 with a scale for each 128 x 128 block
+  m.def(
+      "grouped_mm_mxfp4(Tensor a, Tensor b, Tensor scale_b, Tensor offs, Tensor? bias=None, "
+      "Tensor? scale_a=None, ScalarType? out_dtype=None, bool transpose_b=True, "
+      "Tensor? rows=None, Tensor? a_low=None, Tensor? b_low=None) -> Tensor");
+
   // dy [T, N], x [T, K] -> dy[group e].T @ x[group e]: [E, N, K]. At most one has rows
   m.def(
       "grouped_mm_wgrad(Tensor dy, Tensor x, Tensor offs, ScalarType? out_dtype=None, "
@@ -269,6 +280,9 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   OP(grouped_mm_swiglu)          \
   OP(grouped_mm_swiglu_grad)     \
   OP(grouped_scaled_mm)          \
+  OP(quantize_mxfp4)             \
+  OP(dequantize_mxfp4)           \
+  OP(grouped_mm_mxfp4)           \
   OP(grouped_mm_wgrad)           \
   OP(grouped_scaled_mm_wgrad)    \
   OP(block_scaled_linear)        \

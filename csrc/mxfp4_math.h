@@ -64,6 +64,11 @@ GROUPED_LINEAR_DEVICE uint32_t to_e4m3(uint32_t code, uint32_t below, uint32_t s
   return sign | field << 3 | (units & 7);
 }
 
+// The scale of e4m3 numbers whose largest scale is this one.
+GROUPED_LINEAR_DEVICE float e4m3_scale(uint32_t largest) {
+  return decode(2, largest) * (1.0f / (1 << kE4m3Shift));
+}
+
 // The scale of a block with this largest magnitude: the smallest power of two of which it is at most
 // 7 times. Up to there 6 is the nearest number; of a normal distribution the error is 2% less than
 // with scales that let no number saturate, and 0.5% above that of the better one of both scales.
@@ -74,17 +79,19 @@ GROUPED_LINEAR_DEVICE uint32_t scale_of(float amax) {
   return scale < 2 ? 0 : scale - 2;
 }
 
-// 1 / scale, of a scale that scale_of gives.
-GROUPED_LINEAR_DEVICE float factor_of(uint32_t scale) {
-  return exact::from_bits((254 - scale) << 23);
-}
-
-// x * factor_of(scale) as a code, to nearest even; larger magnitudes than 6 saturate.
+// A number as a code, to nearest even; magnitudes above 6 saturate.
 GROUPED_LINEAR_DEVICE uint32_t encode(float scaled) {
   const uint32_t bits = exact::bits_of(scaled), sign = bits >> 28 & 8;
   const float m = exact::from_bits(bits & 0x7fffffffu);
   return sign | ((m > 0.25f) + (m >= 0.75f) + (m > 1.25f) + (m >= 1.75f) + (m > 2.5f) +
                  (m >= 3.5f) + (m > 5.0f));
+}
+
+// Two numbers over a scale that scale_of gives, the first in the low nibble. Zero where that is NaN.
+GROUPED_LINEAR_DEVICE uint32_t encode_pair(float first, float second, uint32_t scale) {
+  if (scale == kNanScale) return 0;
+  const float factor = exact::from_bits((254 - scale) << 23);
+  return encode(exact::mul(first, factor)) | encode(exact::mul(second, factor)) << 4;
 }
 
 }  // namespace grouped_linear::mxfp4

@@ -8,6 +8,7 @@ from grouped_linear.meta_kernels import gather as gather
 from grouped_linear.meta_kernels import layer as layer
 from grouped_linear.meta_kernels import matmul as matmul
 from grouped_linear.meta_kernels import mx as mx
+from grouped_linear.meta_kernels import mxfp4 as mxfp4
 from grouped_linear.meta_kernels import offsets as offsets
 from grouped_linear.meta_kernels import optimizer as optimizer
 from grouped_linear.meta_kernels import per_group as per_group

@@ -40,7 +40,7 @@ def _gathered(t: Sequence[int], rows: Sequence[int] | None) -> int:
     return t[0] if rows is None else rows[0]
 
 
-@flops("grouped_mm", "grouped_scaled_mm")
+@flops("grouped_mm", "grouped_mm_mxfp4", "grouped_scaled_mm")
 def _gemm(c: Any) -> int:
     """a [T, K] -> [T, N], and a_low [T, r]."""
     r = 0 if c.a_low is None else c.a_low[1]

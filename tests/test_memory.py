@@ -238,6 +238,7 @@ def test_more_rows_than_32_bits_count(device: str) -> None:
 adam_weight_: q must have at most 2147483519 rows in all, got 4294967296
 group_quantize: x must have at most 2147483519 rows, got 2147483584
 group_quantize: x must have at most 2147483519 rows, got 2147483584
+dequantize_mxfp4: q must have at most 2147483519 rows in all, got 4294967296
 gather_dot: rows must have at most 2147483519 columns, got 2147483584
 gather_sum: rows must have at most 2147483519 rows, got 2147483584
 group_dequantize: q must have at most 2147483519 rows, got 2147483584
@@ -255,6 +256,7 @@ grouped_mm: a must have at most 2147483519 rows, got 2147483584
 grouped_mm: a must have at most 2147483519 rows, got 2147483584
 grouped_mm: rows must have at most 2147483519 rows, got 2147483584
 grouped_mm_list: a must have at most 2147483519 rows, got 2147483584
+grouped_mm_mxfp4: a must have at most 2147483519 rows, got 2147483584
 grouped_mm_swiglu: a must have at most 2147483519 rows, got 2147483584
 grouped_mm_swiglu_grad: a must have at most 2147483519 rows, got 2147483584
 grouped_mm_wgrad: x must have at most 2147483519 rows, got 2147483584
@@ -263,6 +265,7 @@ grouped_mm_wgrad_: x must have at most 2147483519 rows, got 2147483584
 grouped_mm_wgrad_list_: dy must have at most 2147483519 rows, got 2147483584
 grouped_scaled_mm: a must have at most 2147483519 rows, got 2147483584
 grouped_scaled_mm_wgrad: dy_t must have at most 2147483519 rows in blocks, got 274877898752
+quantize_mxfp4: w must have at most 2147483519 rows in all, got 4294967296
 quantize_weight: w must have at most 2147483519 rows in all, got 4294967296
 quantize_weight_current: w must have at most 2147483519 rows in all, got 4294967296
 quantize_weight_delayed: w must have at most 2147483519 rows in all, got 4294967296

@@ -102,6 +102,8 @@ block_scaled_linear_grad: scale_x_t is on cuda:0, dy is on cpu
 block_scaled_linear_grad: w_t is on cuda:0, dy is on cpu
 block_scaled_linear_grad: scale_w is on cuda:0, dy is on cpu
 block_scaled_linear_grad: x_t is on cuda:0, dy is on cpu
+dequantize_mxfp4: scale is on cpu, q is on cuda:0
+dequantize_mxfp4: scale is on cuda:0, q is on cpu
 gather_dot: a is on cuda:0, y is on cpu
 gather_dot: rows is on cpu, y is on cuda:0
 gather_dot: rows is on cuda:0, y is on cpu
@@ -144,6 +146,14 @@ grouped_mm: bias is on cuda:0, a is on cpu
 grouped_mm_list: b is on cpu, a is on cuda:0
 grouped_mm_list: b is on cuda:0, the first b is on cpu
 grouped_mm_list: offs is on cuda:0, a is on cpu
+grouped_mm_mxfp4: scale_b is on cpu, b is on cuda:0
+grouped_mm_mxfp4: scale_b is on cuda:0, b is on cpu
+grouped_mm_mxfp4: offs is on cuda:0, a is on cpu
+grouped_mm_mxfp4: scale_a is on cpu, a is on cuda:0
+grouped_mm_mxfp4: scale_a is on cuda:0, a is on cpu
+grouped_mm_mxfp4: a_low is on cuda:0, a is on cpu
+grouped_mm_mxfp4: b_low is on cuda:0, a is on cpu
+grouped_mm_mxfp4: bias is on cuda:0, a is on cpu
 grouped_mm_swiglu: b is on cpu, a is on cuda:0
 grouped_mm_swiglu: b is on cuda:0, a is on cpu
 grouped_mm_swiglu: offs is on cuda:0, a is on cpu
@@ -346,6 +356,9 @@ grouped_mm: offs must not exceed the number of rows 12, got 1300 at group 2
 grouped_mm: offs must not decrease, got 3 after 5 at group 1
 grouped_mm: offs must not decrease, got -1 after 0 at group 0
 grouped_mm: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_mm_mxfp4: offs must not decrease, got 3 after 5 at group 1
+grouped_mm_mxfp4: offs must not decrease, got -1 after 0 at group 0
+grouped_mm_mxfp4: offs must not exceed the number of rows 12, got 1300 at group 2
 grouped_mm_swiglu: offs must not decrease, got 3 after 5 at group 1
 grouped_mm_swiglu: offs must not decrease, got -1 after 0 at group 0
 grouped_mm_swiglu: offs must not exceed the number of rows 12, got 1300 at group 2

@@ -183,6 +183,7 @@ block_scaled_linear(x, w, m_splits, bias=None, *, amax_epsilon=0.0, power_of_two
     share_scales=False, columnwise_x=True, columnwise_w=True)
 block_scaled_linear_grad(dy, offs, x_t, scale_x_t, w_t, scale_w, *, amax_epsilon=0.0,
     power_of_two_scales=True, bias_grad=False, out_dtype=None)
+dequantize_mxfp4(q, scale, out_dtype=torch.bfloat16)
 gather_dot(a, y, rows)
 gather_sum(y, rows, weight=None)
 group_dequantize(q, scale, offs, out_dtype)
@@ -205,6 +206,8 @@ group_round_mx(x, offs, *, rowwise=True, columnwise=False, bias_grad=False)
 grouped_bias_grad(dy, offs)
 grouped_mm(a, b, offs, bias=None, out_dtype=None, rows=None, a_low=None, b_low=None)
 grouped_mm_list(a, b, offs, bias=None, out_dtype=None, *, transpose_b=False, rows=None)
+grouped_mm_mxfp4(a, b, scale_b, offs, bias=None, scale_a=None, out_dtype=None, *,
+    transpose_b=True, rows=None, a_low=None, b_low=None)
 grouped_mm_swiglu(a, b, offs, bias=None, rows=None, *, keep_gate_up=True,
     activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0))
 grouped_mm_swiglu_grad(a, b, gate_up, weight, offs, rows=None, *, activation=SwiGLU(alpha=1.0,
@@ -217,6 +220,7 @@ grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias=None, out_dtype=torch.bfloa
 grouped_scaled_mm_wgrad(dy_t, x_t, scale_dy_t, scale_x_t, offs, out_dtype=torch.bfloat16)
 grouped_scaled_mm_wgrad_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite=None)
 grouped_scaled_mm_wgrad_list_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite=None)
+quantize_mxfp4(w)
 quantize_weight(w, *, amax_epsilon=0.0, power_of_two_scales=True, columnwise=True, rowwise=True)
 quantize_weight_current(w, *, amax_epsilon=0.0, power_of_two_scales=False, columnwise=True)
 quantize_weight_delayed(w, scale, amax=None, *, columnwise=True)

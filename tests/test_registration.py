@@ -114,6 +114,7 @@ block_scaled_linear(Tensor x, Tensor w, Tensor m_splits, Tensor? bias=None, floa
 block_scaled_linear_grad(Tensor dy, Tensor offs, Tensor? x_t, Tensor? scale_x_t, Tensor? w_t,
     Tensor? scale_w, float amax_epsilon=0., bool power_of_two_scales=True, bool bias_grad=False,
     ScalarType? out_dtype=None) -> (Tensor dx, Tensor dw, Tensor db)
+dequantize_mxfp4(Tensor q, Tensor scale, ScalarType out_dtype) -> Tensor
 gather_dot(Tensor a, Tensor y, Tensor rows) -> Tensor
 gather_sum(Tensor y, Tensor rows, Tensor? weight=None) -> Tensor
 group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType out_dtype) -> Tensor
@@ -149,6 +150,9 @@ grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_d
     Tensor? rows=None, Tensor? a_low=None, Tensor? b_low=None) -> Tensor
 grouped_mm_list(Tensor a, Tensor[] b, Tensor offs, Tensor? bias=None, ScalarType?
     out_dtype=None, bool transpose_b=False, Tensor? rows=None) -> Tensor
+grouped_mm_mxfp4(Tensor a, Tensor b, Tensor scale_b, Tensor offs, Tensor? bias=None, Tensor?
+    scale_a=None, ScalarType? out_dtype=None, bool transpose_b=True, Tensor? rows=None, Tensor?
+    a_low=None, Tensor? b_low=None) -> Tensor
 grouped_mm_swiglu(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? rows=None, bool
     keep_gate_up=True, float alpha=1., float beta=0., float? limit=None, bool interleaved=False,
     float cubic=0.) -> (Tensor gate_up, Tensor h)
@@ -170,6 +174,7 @@ grouped_scaled_mm_wgrad_(Tensor(a!) main_grad, Tensor dy_t, Tensor x_t, Tensor s
     Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()
 grouped_scaled_mm_wgrad_list_(Tensor(a!)[] main_grad, Tensor dy_t, Tensor x_t, Tensor
     scale_dy_t, Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()
+quantize_mxfp4(Tensor w) -> (Tensor q, Tensor scale)
 quantize_weight(Tensor w, float amax_epsilon=0., bool power_of_two_scales=True, bool
     columnwise=True, bool rowwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
 quantize_weight_current(Tensor w, float amax_epsilon=0., bool power_of_two_scales=False, bool

@@ -57,6 +57,29 @@ void check_low_rank(const char* op, const LowRank& low, const Tensor& a, const c
   check_same(op, "N", "b_low", low.b->size(1), "b", N);
 }
 
+// K of a weight in MXFP4: whole blocks.
+void check_mx_blocks(const char* op, int64_t K) {
+  check(K > 0 && K % kMxBlock == 0, op, ": K must be a positive multiple of ", kMxBlock, ", got ", K);
+}
+
+// q [E, N, K/2] with scale [E, N, K/32].
+void check_mxfp4(const char* op, const char* name, const Tensor& q, const char* scale_name,
+                 const Tensor& scale) {
+  check_dim(op, name, q, 3);
+  check_dtype(op, name, q, ScalarType::Byte);
+  check_groups(op, q.size(0));
+  check_features(op, "N", q.size(1));
+  check_mx_blocks(op, 2 * q.size(2));
+  check_count(op, name, "rows in all", q.size(0) * q.size(1));
+  check_dim(op, scale_name, scale, 3);
+  check_dtype(op, scale_name, scale, ScalarType::Byte);
+  check_device(op, scale_name, scale, name, q);
+  check_same(op, "E", name, q.size(0), scale_name, scale.size(0));
+  check_same(op, "N", name, q.size(1), scale_name, scale.size(1));
+  check_same(op, "the number of K blocks", name, 2 * q.size(2) / kMxBlock, scale_name,
+             scale.size(2));
+}
+
 }  // namespace
 
 // Here and below, where b is one tensor it is [E, N, K], as the backends see it (gemm_ops.h).
@@ -165,6 +188,48 @@ void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& sca
   if (rows) check_rows(op, *rows, 1, "a", a);
   check_low_rank(op, low, a, rows ? "rows" : "a", (rows ? *rows : a).size(0), b.size(0), b.size(1),
                  out_dtype);
+}
+
+void check_quantize_mxfp4(const Tensor& w) {
+  const char* op = "quantize_mxfp4";
+  check_weight(op, w);
+  check_mx_blocks(op, w.size(2));
+}
+
+void check_dequantize_mxfp4(const Tensor& q, const Tensor& scale, ScalarType dtype) {
+  const char* op = "dequantize_mxfp4";
+  check_mxfp4(op, "q", q, "scale", scale);
+  check_activation(op, "out_dtype", dtype);
+}
+
+ScalarType mxfp4_out_dtype(const Tensor& a, std::optional<ScalarType> requested) {
+  const bool is_fp8 = a.scalar_type() == ScalarType::Float8_e4m3fn;
+  return requested.value_or(is_fp8 ? ScalarType::BFloat16 : a.scalar_type());
+}
+
+void check_grouped_mm_mxfp4(const Tensor& a, const Tensor& b, const Tensor& scale_b,
+                            const Tensor& offs, const std::optional<Tensor>& bias,
+                            const std::optional<Tensor>& scale_a, ScalarType out_dtype,
+                            bool transpose_b, const std::optional<Tensor>& rows,
+                            const LowRank& low) {
+  const char* op = "grouped_mm_mxfp4";
+  if (scale_a) {
+    check_rowwise(op, "a", a, "scale_a", *scale_a);
+  } else {
+    check_dim(op, "a", a, 2);
+    check_activation(op, "a", a.scalar_type());
+  }
+  check_mxfp4(op, "b", b, "scale_b", scale_b);
+  check_device(op, "b", b, "a", a);
+  const int64_t N = b.size(1), K = 2 * b.size(2), cols = transpose_b ? N : K;
+  check_same(op, transpose_b ? "K" : "N", "a", a.size(1), "b", transpose_b ? K : N);
+  check_offs(op, offs, "a", a);
+  check_same(op, "E", "b", b.size(0), "offs", offs.size(0));
+  check_activation(op, "out_dtype", out_dtype);
+  check_bias(op, bias, a, offs.size(0), cols, out_dtype);
+  if (rows) check_rows(op, *rows, 1, "a", a);
+  check_low_rank(op, low, a, rows ? "rows" : "a", (rows ? *rows : a).size(0), b.size(0), cols,
+                 scale_a ? out_dtype : a.scalar_type());
 }
 
 void check_grouped_mm_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& offs,

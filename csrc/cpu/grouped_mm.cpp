@@ -1,5 +1,5 @@
 #include "checks.h"
-#include "cpu/matmul.h"
+#include "cpu/gemm_operands.h"
 #include "ops.h"
 
 namespace grouped_linear::cpu {
@@ -9,40 +9,11 @@ namespace {
 // infinity or NaN there times zero is NaN (torch 2.11 and 2.13, Xeon, 2026-11).
 constexpr int64_t kAmxElements = 32;
 
-// a's rows, dense along K. In bf16 zeros follow them up to a multiple of 32.
-Tensor separate_rows(const Tensor& a) {
-  const int64_t T = a.size(0), K = a.size(1), padded = round_up(K, kAmxElements);
-  const Tensor dense = as_dense(a);
-  if (a.scalar_type() != ScalarType::BFloat16 || padded == K) return dense;
-  const Tensor rows = new_tensor(a, {T, padded}, a.scalar_type());
-  const int64_t item = element_size(a.scalar_type());
-  torch::stable::parallel_for(0, T, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      std::memcpy(row_of(rows, t), row_of(dense, t), K * item);
-      std::memset(row_of(rows, t) + K * item, 0, (padded - K) * item);
-    }
-  });
-  return rows;
-}
-
 // b [E, N, K] may be a transposed view, as dgrad reads the weight: either of its last two
 // dimensions may be the dense one.
 Tensor dense_operand(const Tensor& b) {
   const bool dense_rows = b.stride(2) == 1 && b.stride(1) == b.size(2);
   return dense_rows || b.stride(1) == 1 ? b : as_dense(b);
-}
-
-// [t | low] along the last dimension: a sum of two products is one product of such operands.
-Tensor beside(const Tensor& t, const Tensor& low) {
-  const int64_t last = t.dim() - 1, K = t.size(last), r = low.size(last);
-  Tensor both =
-      new_tensor(t, t.dim() == 2 ? Shape{t.size(0), K + r} : Shape{t.size(0), t.size(1), K + r},
-                 t.scalar_type());
-  Tensor first = torch::stable::narrow(both, last, 0, K);
-  Tensor second = torch::stable::narrow(both, last, K, r);
-  torch::stable::copy_(first, t);
-  torch::stable::copy_(second, low);
-  return both;
 }
 
 // m's elements as float32; m may be a transposed view.
@@ -101,6 +72,44 @@ void check_numbers(const char* op, const Tensor& a, const Tensor& offs,
 
 }  // namespace
 
+Tensor separate_rows(const Tensor& a) {
+  const int64_t T = a.size(0), K = a.size(1), padded = round_up(K, kAmxElements);
+  const Tensor dense = as_dense(a);
+  if (a.scalar_type() != ScalarType::BFloat16 || padded == K) return dense;
+  const Tensor rows = new_tensor(a, {T, padded}, a.scalar_type());
+  const int64_t item = element_size(a.scalar_type());
+  torch::stable::parallel_for(0, T, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      std::memcpy(row_of(rows, t), row_of(dense, t), K * item);
+      std::memset(row_of(rows, t) + K * item, 0, (padded - K) * item);
+    }
+  });
+  return rows;
+}
+
+Tensor beside(const Tensor& t, const Tensor& low) {
+  const int64_t last = t.dim() - 1, K = t.size(last), r = low.size(last);
+  Tensor both =
+      new_tensor(t, t.dim() == 2 ? Shape{t.size(0), K + r} : Shape{t.size(0), t.size(1), K + r},
+                 t.scalar_type());
+  Tensor first = torch::stable::narrow(both, last, 0, K);
+  Tensor second = torch::stable::narrow(both, last, K, r);
+  torch::stable::copy_(first, t);
+  torch::stable::copy_(second, low);
+  return both;
+}
+
+void multiply_group(const Matrix& out, const Matrix& a, const Matrix& b, const void* bias) {
+  if (out.dtype == a.dtype) {
+    std::optional<Matrix> row;  // one for the whole group
+    if (bias) row = {const_cast<void*>(bias), out.dtype, out.rows, out.cols, 0, 1};
+    return matmul(out, a, b, row);
+  }
+  std::vector<float> values(bias ? out.cols : 0);
+  if (bias) load_row(bias, out.dtype, out.cols, values.data());
+  matmul_in_float(out, a, b, bias ? values.data() : nullptr);
+}
+
 Tensor grouped_mm_nt(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
                      const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype,
                      const std::optional<Tensor>& rows, const LowRank& low) {
@@ -119,23 +128,10 @@ Tensor grouped_mm_nt(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
   for (int64_t e = 0; e < offs.size(0); ++e) {
     const int64_t begin = starts[e], end = starts[e + 1];
     if (begin == end) continue;
-    const Matrix y_e = rows_of(y, begin, end);
     Matrix a_e = rows_of(a, begin, end);
     a_e.cols = b.size(2);
-    const Matrix b_e = group_of(b, e).transposed();
-    std::optional<Matrix> bias_e;
-    if (bias) {
-      bias_e = rows_of(*bias, e, e + 1);
-      bias_e->rows = end - begin;  // one row for the whole group
-      bias_e->row_stride = 0;
-    }
-    if (dtype == a.scalar_type()) {
-      matmul(y_e, a_e, b_e, bias_e);
-    } else {
-      std::vector<float> bias_row(bias ? y.size(1) : 0);
-      if (bias) load_row(bias_e->first, dtype, y.size(1), bias_row.data());
-      matmul_in_float(y_e, a_e, b_e, bias ? bias_row.data() : nullptr);
-    }
+    multiply_group(rows_of(y, begin, end), a_e, group_of(b, e).transposed(),
+                   bias ? row_of(*bias, e) : nullptr);
   }
   zero_rows(y, starts.back());
   return y;

@@ -1,7 +1,7 @@
 // FP8 GEMMs with block scales or a scale a group: finds the rows, blocks and scales of each group.
 
 #include "checks.h"
-#include "cpu/fp8_mm.h"
+#include "cpu/gemm_operands.h"
 #include "ops.h"
 
 namespace grouped_linear::cpu {
@@ -13,17 +13,6 @@ const uint8_t* codes_of(const Tensor& q, int64_t index) {
 
 const float* scale_from(const Tensor& scale, int64_t index, int64_t dim = 0) {
   return scale.const_data_ptr<float>() + index * scale.stride(dim);
-}
-
-// Rows from `begin` on, of group e, of q [T, K]; scale [ceil(K / 128), >= T] or [E].
-ScaledOperand rowwise_operand(const Tensor& q, const Tensor& scale, int64_t e, int64_t begin) {
-  ScaledOperand rows{
-      codes_of(q, begin), q.scalar_type(), q.stride(0), kBlock, scale_from(scale, e), 1, 0, 0};
-  if (scale.dim() == 1) return rows;
-  rows.scale = scale_from(scale, begin, 1);
-  rows.scale_row_stride = scale.stride(1);
-  rows.scale_block_stride = scale.stride(0);
-  return rows;
 }
 
 // Expert e of q [E, N, K]; scale [E, ceil(N / 128), ceil(K / 128)] or [E].
@@ -53,40 +42,6 @@ ScaledOperand columnwise_operand(const Tensor& q_t, const Tensor& scale, int64_t
   return cols;
 }
 
-// The numbered columns of scale, one after another.
-Tensor gathered_columns(const Tensor& scale, const std::vector<int64_t>& numbers) {
-  const auto count = static_cast<int64_t>(numbers.size());
-  const Tensor gathered = new_tensor(scale, {scale.size(0), count}, ScalarType::Float);
-  for (int64_t block = 0; block < scale.size(0); ++block) {
-    const float* from = scale_from(scale, block);
-    auto* to = reinterpret_cast<float*>(row_of(gathered, block));
-    for (int64_t i = 0; i < count; ++i) to[i] = from[numbers[i] * scale.stride(1)];
-  }
-  return gathered;
-}
-
-// A second product's operands in float32. b [E, N, r] is read as [E, r, N].
-struct FloatLowRank {
-  std::vector<float> a, b;
-  int64_t r = 0, N = 0;
-
-  FloatLowRank(const LowRank& low, int64_t rows) {
-    if (!low.a) return;
-    r = low.a->size(1);
-    N = low.b->size(1);
-    const Tensor a_low = with_dense_rows(*low.a), b_low = as_dense(transposed(*low.b));
-    a.resize(rows * r);
-    for (int64_t t = 0; t < rows; ++t)
-      load_row(row_of(a_low, t), a_low.scalar_type(), r, a.data() + t * r);
-    b.resize(b_low.numel());
-    load_row(b_low.const_data_ptr(), b_low.scalar_type(), b_low.numel(), b.data());
-  }
-
-  LowRankProduct of(int64_t e, int64_t first_row) const {
-    return {r, a.data() + first_row * r, b.data() + e * r * N};
-  }
-};
-
 // dw [E, N, K] = dy.T @ x of every group, or dw += that if `add` is set. Empty groups write zeros
 // or add nothing.
 void wgrad(const char* op, const Tensor& dw, const Tensor& dy_t_in, const Tensor& x_t_in,
@@ -111,6 +66,39 @@ void wgrad(const char* op, const Tensor& dw, const Tensor& dy_t_in, const Tensor
 }
 
 }  // namespace
+
+ScaledOperand rowwise_operand(const Tensor& q, const Tensor& scale, int64_t e, int64_t begin) {
+  ScaledOperand rows{
+      codes_of(q, begin), q.scalar_type(), q.stride(0), kBlock, scale_from(scale, e), 1, 0, 0};
+  if (scale.dim() == 1) return rows;
+  rows.scale = scale_from(scale, begin, 1);
+  rows.scale_row_stride = scale.stride(1);
+  rows.scale_block_stride = scale.stride(0);
+  return rows;
+}
+
+Tensor gathered_columns(const Tensor& scale, const std::vector<int64_t>& numbers) {
+  const auto count = static_cast<int64_t>(numbers.size());
+  const Tensor gathered = new_tensor(scale, {scale.size(0), count}, ScalarType::Float);
+  for (int64_t block = 0; block < scale.size(0); ++block) {
+    const float* from = scale_from(scale, block);
+    auto* to = reinterpret_cast<float*>(row_of(gathered, block));
+    for (int64_t i = 0; i < count; ++i) to[i] = from[numbers[i] * scale.stride(1)];
+  }
+  return gathered;
+}
+
+FloatLowRank::FloatLowRank(const LowRank& low, int64_t rows) {
+  if (!low.a) return;
+  r = low.a->size(1);
+  N = low.b->size(1);
+  const Tensor a_low = with_dense_rows(*low.a), b_low = as_dense(transposed(*low.b));
+  a.resize(rows * r);
+  for (int64_t t = 0; t < rows; ++t)
+    load_row(row_of(a_low, t), a_low.scalar_type(), r, a.data() + t * r);
+  b.resize(b_low.numel());
+  load_row(b_low.const_data_ptr(), b_low.scalar_type(), b_low.numel(), b.data());
+}
 
 Tensor grouped_scaled_mm_nt(const Tensor& a_in, const Tensor& b_in, const Tensor& scale_a_in,
                             const Tensor& scale_b, const Tensor& offs,

@@ -57,6 +57,12 @@ from grouped_linear.ops.layer import (
     block_scaled_linear,
     block_scaled_linear_grad,
 )
+from grouped_linear.ops.mxfp4 import (
+    Mxfp4Weight,
+    dequantize_mxfp4,
+    grouped_mm_mxfp4,
+    quantize_mxfp4,
+)
 from grouped_linear.ops.optimizer import adam_weight_
 from grouped_linear.ops.quantize import (
     GroupQuantized,
@@ -106,6 +112,7 @@ GEMMS: frozenset[torch._ops.OpOverload] = frozenset(
     for name in (
         "grouped_mm",
         "grouped_mm_list",
+        "grouped_mm_mxfp4",
         "grouped_mm_swiglu",
         "grouped_scaled_mm",
         "block_scaled_linear",
@@ -118,6 +125,7 @@ __all__ = [
     "GroupQuantized",
     "LinearGrad",
     "MxRounded",
+    "Mxfp4Weight",
     "PerGroupQuantized",
     "SortedByExpert",
     "SwiGLU",
@@ -129,6 +137,7 @@ __all__ = [
     "adam_weight_",
     "block_scaled_linear",
     "block_scaled_linear_grad",
+    "dequantize_mxfp4",
     "gather_dot",
     "gather_sum",
     "group_dequantize",
@@ -143,6 +152,7 @@ __all__ = [
     "grouped_bias_grad",
     "grouped_mm",
     "grouped_mm_list",
+    "grouped_mm_mxfp4",
     "grouped_mm_swiglu",
     "grouped_mm_swiglu_grad",
     "grouped_mm_wgrad",
@@ -152,6 +162,7 @@ __all__ = [
     "grouped_scaled_mm_wgrad",
     "grouped_scaled_mm_wgrad_",
     "grouped_scaled_mm_wgrad_list_",
+    "quantize_mxfp4",
     "quantize_weight",
     "quantize_weight_current",
     "quantize_weight_delayed",

@@ -11,11 +11,19 @@ from torch.autograd import forward_ad
 _LINEAR = "grouped_linear(..., recipe=...)"
 _MLP = "grouped_mlp"
 
-#: Ops that give a gradient, and ops that return integers.
-_AS_THEY_ARE = ("grouped_mm", "splits_to_offsets", "topk_experts", "sort_by_expert")
+#: Ops that give a gradient, and ops that return integers or take nothing else.
+_AS_THEY_ARE = (
+    "grouped_mm",
+    "splits_to_offsets",
+    "topk_experts",
+    "sort_by_expert",
+    "quantize_mxfp4",
+    "dequantize_mxfp4",
+)
 #: What is differentiable in place of an op; of ops that are not here, ``_LINEAR``.
 _INSTEAD = {
     "grouped_mm_list": "grouped_linear, or grouped_mm of torch.stack(b)",
+    "grouped_mm_mxfp4": None,
     "gather_sum": f"{_MLP}, or torch's index_select",
     "gather_dot": f"{_MLP}, or torch's index_select",
     "scatter_rows": f"{_MLP}, or torch's index_select",

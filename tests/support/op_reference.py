@@ -457,3 +457,54 @@ def grouped_bias_grad(dy_TN: Tensor, offs_E: Tensor) -> Tensor:
     """db[e] = the sum of dy over the rows of group e."""
     rows_E = groups(offs_E, dy_TN.size(0))
     return torch.stack([dy_TN[rows].double().sum(0) for rows in rows_E])
+
+
+# --- MXFP4 ---------------------------------------------------------------------------------------
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MX_BLOCK = 32
+
+
+def quantize_mxfp4(w_ENK: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, two a byte, and E8M0 scales: the smallest powers of two with amax <= 7 * scale."""
+    blocks = w_ENK.double().unflatten(2, (-1, MX_BLOCK))
+    amax = blocks.abs().amax(-1)
+    mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent, mantissa < 1
+    scale = (exponent - 3 + (mantissa > 0.875).int() + 127).clamp(min=0)
+    scale = torch.where(amax == 0, 0, scale)
+    magnitude = (blocks * torch.exp2(127.0 - scale.double())[..., None]).abs().clamp(max=6)
+    numbers = torch.tensor(E2M1, dtype=torch.float64)
+    distance = (magnitude[..., None] - numbers).abs()
+    nearest = distance == distance.amin(-1, keepdim=True)
+    even = torch.tensor([2, 1] * 4)  # of two that are as near, the one with the even code
+    code = (nearest * even).argmax(-1) + 8 * blocks.signbit()
+    finite = blocks.isfinite().all(-1)
+    scale = torch.where(finite, scale, 255)
+    code = torch.where(finite[..., None], code, 0).flatten(2)
+    return (code[..., 0::2] + 16 * code[..., 1::2]).to(torch.uint8), scale.to(torch.uint8)
+
+
+def mxfp4_codes(q: Tensor) -> Tensor:
+    """[E, N, K] of two a byte, the low nibble first."""
+    return torch.stack([q & 15, q >> 4], dim=-1).flatten(2)
+
+
+def dequantize_mxfp4(q: Tensor, scale: Tensor) -> Tensor:
+    """In float64."""
+    codes = mxfp4_codes(q)
+    numbers = torch.tensor(E2M1, dtype=torch.float64)[(codes & 7).long()]
+    numbers = torch.where(codes >= 8, -numbers, numbers)
+    factor = torch.exp2(scale.double() - 127).masked_fill(scale == 255, torch.nan)
+    return numbers * factor.repeat_interleave(MX_BLOCK, dim=-1)
+
+
+def mxfp4_in_e4m3(q: Tensor, scale: Tensor) -> Tensor:
+    """What FP8 GEMMs multiply: e4m3 numbers with 2^-6 of a 128 x 128 block's largest scale."""
+    numbers = dequantize_mxfp4(q, scale)
+    known = scale.double().masked_fill(scale == 255, 0)
+    for n in feature_blocks(q.size(1)):
+        for k in feature_blocks(numbers.size(2)):
+            of_block = known[:, n, k.start // MX_BLOCK : -(-k.stop // MX_BLOCK)]
+            shared = torch.exp2(of_block.amax((1, 2), keepdim=True) - 127 - 6)
+            numbers[:, n, k] = e4m3(numbers[:, n, k] / shared).double() * shared
+    return numbers

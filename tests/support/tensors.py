@@ -5,6 +5,7 @@ from the reference. Bytes that a layout leaves unspecified are NaN, so that a ke
 them shows it.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,6 +56,18 @@ def per_row(groups: Groups, layout: str = "dense") -> Tensor:
 def weight(groups: Groups, dtype: torch.dtype, layout: str = "dense") -> Tensor:
     """Normal numbers [E, N, K]."""
     return lay_out(torch.randn(groups.E, groups.N, groups.K).to(dtype), layout)
+
+
+def whole_blocks(groups: Groups) -> Groups:
+    """The same groups with a K that MXFP4 takes, whole blocks of 32."""
+    return replace(groups, K=-(-groups.K // 32) * 32)
+
+
+def mxfp4_weight(groups: Groups, spread: int = 3) -> tuple[Tensor, Tensor]:
+    """Random codes [E, N, K / 2], and scales [E, N, K / 32] that span so many powers of two."""
+    E, N, K = groups.E, groups.N, whole_blocks(groups).K
+    q = torch.randint(256, (E, N, K // 2), dtype=torch.uint8)
+    return q, torch.randint(124 - spread, 125, (E, N, K // 32), dtype=torch.uint8)
 
 
 def quantized_rows(groups: Groups, features: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,137 @@
+"""grouped_mm_mxfp4: a @ w.T + a_low @ b_low + bias of each group, or a @ w, of w in MXFP4.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from support import expected as must
+from support import reference, variants
+from support.groups import Groups
+from support.mistakes import (
+    BAD_OFFS,
+    LOW_RANK_SENTENCES,
+    bias_mistakes,
+    like,
+    low_rank_mistakes,
+    offs,
+)
+from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
+from support.operands import bias, gathered_before, gathering, low_rank
+from support.tensors import BF16, mxfp4_weight, quantized_rows, rows, whole_blocks
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    groups = whole_blocks(groups)
+    transpose_b = options.pop("transpose_b", True)
+    b, scale_b = mxfp4_weight(groups, options.pop("spread", 3))
+    # The GEMM's own sizes: dgrad reduces over N and gives K columns.
+    sizes = groups if transpose_b else replace(groups, K=groups.N, N=groups.K)
+    arguments = {"b": b, "scale_b": scale_b, "offs": groups.offs(), "transpose_b": transpose_b}
+    if options.pop("fp8", False):
+        a, scale_a = quantized_rows(sizes, sizes.K)
+        arguments |= {"a": a, "scale_a": scale_a, "out_dtype": dtype}
+    else:
+        arguments["a"] = rows(sizes, sizes.K, dtype, layout)
+    arguments |= gathering(arguments, sizes, layout, options)
+    arguments |= low_rank(sizes, dtype, options)
+    return arguments | bias(sizes, dtype, options)
+
+
+def expected(sample: Sample) -> Outputs:
+    plain = gathered_before(sample)
+    a, offs = plain["a"], plain["offs"]
+    is_fp8 = plain.get("scale_a") is not None
+    dtype = plain.get("out_dtype") or (BF16 if is_fp8 else a.dtype)
+    if is_fp8:
+        a = reference.dequantize_rowwise(a, plain["scale_a"], offs)
+        w = reference.mxfp4_in_e4m3(plain["b"], plain["scale_b"])
+    else:
+        w = reference.dequantize_mxfp4(plain["b"], plain["scale_b"]).to(a.dtype)
+    b = w.mT if plain.get("transpose_b") else w
+    low = must.low_rank(sample)
+    return [must.gemm(a, b, offs, dtype, plain.get("bias"), scaled=is_fp8, low=low)]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    a, b, scale_b = good["a"], good["b"], good["scale_b"]
+    fp8 = a.to(reference.E4M3)
+    return [
+        {"a": torch.zeros(12)},
+        {"a": a.double()},
+        {"a": fp8},
+        {"scale_a": torch.zeros(2, 12)},
+        {"a": fp8, "scale_a": torch.zeros(1, 12)},
+        {"b": b[0]},
+        {"b": b.char()},
+        {"b": like(b, None, None, 72)},
+        {"scale_b": scale_b[0]},
+        {"scale_b": scale_b.float()},
+        {"scale_b": like(scale_b, None, None, 4)},
+        {"a": like(a, None, 128)},
+        {"transpose_b": False},
+        *BAD_OFFS,
+        {"offs": offs(2)},
+        {"out_dtype": torch.float64},
+        {"bias": torch.zeros(3, 32), "out_dtype": BF16},
+        *bias_mistakes(BF16),
+        {"rows": torch.zeros(5)},
+        *low_rank_mistakes(BF16),
+    ]
+
+
+DGRAD: Options = {"transpose_b": False}
+FP8: Options = {"fp8": True}
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={
+        "bias": {"bias": True},
+        "strided": {"layout": "strided"},
+        "dgrad": DGRAD,
+        "fp8": FP8,
+        "fp8_dgrad": {**FP8, **DGRAD},
+        "fp8_rounded": {**FP8, "spread": 20},
+        "fp8_dgrad_rounded": {**FP8, **DGRAD, "spread": 20},
+        "gathered": {"bias": True, "gathers": "rows"},
+        "fp8_gathered": {**FP8, "gathers": "rows", "index": torch.int64},
+        **variants.OUT,
+        **variants.LOW_RANK,
+        "low_dgrad": {"r": 48, **DGRAD},
+        "fp8_low": {"r": 80, "bias": True, **FP8},
+        "fp8_low_dgrad": {"r": 16, **FP8, **DGRAD},
+    },
+    every_tensor="fp8_low",
+    too_large=(({"a": 0}, {}),),
+    sentences="""\
+a must be 2-D, got 1-D
+a must be bfloat16, float16 or float32, got float64
+a must be bfloat16, float16 or float32, got float8_e4m3fn
+a must be float8_e4m3fn, got bfloat16
+the number of K blocks differs: a has 2, scale_a has 1
+b must be 3-D, got 2-D
+b must be uint8, got int8
+K must be a positive multiple of 32, got 144
+scale_b must be 3-D, got 2-D
+scale_b must be uint8, got float32
+the number of K blocks differs: b has 5, scale_b has 4
+K differs: a has 128, b has 160
+N differs: a has 160, b has 32
+offs must be 1-D, got 2-D
+offs must be int32, got int64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+E differs: b has 3, offs has 2
+out_dtype must be bfloat16, float16 or float32, got float64
+bias must be bfloat16, got float32
+bias must be 2-D, got 1-D
+bias must be bfloat16, got float64
+E differs: bias has 2, offs has 3
+N differs: bias has 16, b has 32
+rows must be int32 or int64, got float32
+"""
+    + LOW_RANK_SENTENCES,
+)
