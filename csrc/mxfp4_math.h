@@ -37,8 +37,8 @@ GROUPED_LINEAR_DEVICE float decode(uint32_t code, uint32_t scale) {
   const int field = (exponent == 0 ? 126 : static_cast<int>(126 + exponent)) +
                     static_cast<int>(scale) - kScaleBias;
   if (field >= 255) return exact::from_bits(sign | 0x7f800000u);
-  if (field >= 1) return exact::from_bits(sign | static_cast<uint32_t>(field) << 23 |
-                                          (significand & 0x7fffffu));
+  if (field >= 1)
+    return exact::from_bits(sign | static_cast<uint32_t>(field) << 23 | (significand & 0x7fffffu));
   return exact::from_bits(sign | significand >> (1 - field));
 }
 
@@ -54,14 +54,14 @@ GROUPED_LINEAR_DEVICE uint32_t to_e4m3(uint32_t code, uint32_t below, uint32_t s
     units <<= kExact - below;
   } else {
     const uint32_t shift = below - kExact < 8 ? below - kExact : 8;
-    const uint32_t floor = units >> shift, rest = units - (floor << shift), half = 1u << (shift - 1);
+    const uint32_t floor = units >> shift, rest = units - (floor << shift),
+                   half = 1u << (shift - 1);
     units = floor + (rest > half || (rest == half && (floor & 1)));
   }
   const uint32_t sign = (code & 8) << 4;
   if (units < 8) return sign | units;
-  uint32_t field = 1;
-  while (units >= 16) units >>= 1, ++field;
-  return sign | field << 3 | (units & 7);
+  const uint32_t top = (exact::bits_of(static_cast<float>(units)) >> 23) - 127;  // its highest bit
+  return sign | (top - 2) << 3 | (units >> (top - 3) & 7);
 }
 
 // The scale of e4m3 numbers whose largest scale is this one.

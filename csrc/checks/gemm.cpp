@@ -59,7 +59,8 @@ void check_low_rank(const char* op, const LowRank& low, const Tensor& a, const c
 
 // K of a weight in MXFP4: whole blocks.
 void check_mx_blocks(const char* op, int64_t K) {
-  check(K > 0 && K % kMxBlock == 0, op, ": K must be a positive multiple of ", kMxBlock, ", got ", K);
+  check(K > 0 && K % kMxBlock == 0, op, ": K must be a positive multiple of ", kMxBlock, ", got ",
+        K);
 }
 
 // q [E, N, K/2] with scale [E, N, K/32].

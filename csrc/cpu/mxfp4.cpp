@@ -4,13 +4,12 @@
 // element, or 1 in FP8, written and read once, beside the packed half byte. That is most of the
 // time of an expert with a few rows, and little of one with a hundred.
 
-#include "mxfp4_math.h"
-
 #include <algorithm>
 
 #include "checks.h"
 #include "cpu/gemm_operands.h"
 #include "gemm_ops.h"
+#include "mxfp4_math.h"
 #include "ops.h"
 
 namespace grouped_linear::cpu {
@@ -111,8 +110,8 @@ struct E4m3Expert {
   }
 
   ScaledOperand operand() const {
-    return {q.data(), ScalarType::Float8_e4m3fn, cols, kBlock, scales.data(), kBlock,
-            ceil_div(cols, kBlock), 1};
+    return {q.data(), ScalarType::Float8_e4m3fn, cols, kBlock, scales.data(),
+            kBlock,   ceil_div(cols, kBlock),    1};
   }
 };
 
@@ -199,7 +198,8 @@ Tensor grouped_mm_mxfp4(const Tensor& a_in, const Tensor& b_in, const Tensor& sc
     return y;
   }
   Tensor a_beside = low.a.value_or(a), b_beside = low.b.value_or(b);
-  if (low.a) a = beside(a, torch::stable::narrow(a_beside, 0, 0, a.size(0)));  // as many as gathered
+  if (low.a)
+    a = beside(a, torch::stable::narrow(a_beside, 0, 0, a.size(0)));  // as many as gathered
   a = separate_rows(a);
   for_each_group([&](int64_t e, const Codes& w, const Matrix& y_e, const void* bias_e) {
     Tensor expert = new_tensor(a, {1, N, K}, a.scalar_type());

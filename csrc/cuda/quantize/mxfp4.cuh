@@ -67,8 +67,7 @@ __global__ void __launch_bounds__(kMxfp4Threads)
     uint32_t words[kWords];
 #pragma unroll
     for (int e = 0; e < kMxfp4Elements; e += 2) {
-      const uint32_t low =
-          dequantized_bits<Output>(mxfp4::decode(codes >> (4 * e) & 15, of_block));
+      const uint32_t low = dequantized_bits<Output>(mxfp4::decode(codes >> (4 * e) & 15, of_block));
       const uint32_t high =
           dequantized_bits<Output>(mxfp4::decode(codes >> (4 * e + 4) & 15, of_block));
       if constexpr (sizeof(Output) == 4)
