@@ -25,7 +25,7 @@ inline CUtensorMapDataType tensor_map_dtype(ScalarType dtype) {
 inline CUtensorMap tensor_map(const char* op, const void* first, ScalarType dtype, int64_t item,
                               std::initializer_list<int64_t> sizes,
                               std::initializer_list<int64_t> strides,
-                              std::initializer_list<uint32_t> box, bool swizzled) {
+                              std::initializer_list<uint32_t> box, CUtensorMapSwizzle swizzle) {
   cuuint64_t map_sizes[5], map_strides[5];
   cuuint32_t map_box[5], steps[5];
   int rank = 0;
@@ -43,8 +43,7 @@ inline CUtensorMap tensor_map(const char* op, const void* first, ScalarType dtyp
   CUtensorMap map{};
   const auto encode = [&] {
     return encode_tiled(&map, tensor_map_dtype(dtype), rank, const_cast<void*>(first), map_sizes,
-                        map_strides, map_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                        swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                        map_strides, map_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode();
@@ -59,6 +58,14 @@ inline CUtensorMap tensor_map(const char* op, const void* first, ScalarType dtyp
   check(result == CUDA_SUCCESS, op, ": no tensor map for these sizes and strides, driver error ",
         static_cast<int>(result));
   return map;
+}
+
+inline CUtensorMap tensor_map(const char* op, const void* first, ScalarType dtype, int64_t item,
+                              std::initializer_list<int64_t> sizes,
+                              std::initializer_list<int64_t> strides,
+                              std::initializer_list<uint32_t> box, bool swizzled) {
+  return tensor_map(op, first, dtype, item, sizes, strides, box,
+                    swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 }  // namespace grouped_linear::cuda

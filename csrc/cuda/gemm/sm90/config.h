@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/gemm/kernel_arguments.h"
 #include "layout.h"
@@ -29,6 +30,7 @@ constexpr TileShape kTile16Bit{128, 256, 64, 3, 2};
 constexpr TileShape kTile16BitDeep{128, 192, 64, 4, 2};  // see gemm_16bit.cu
 constexpr TileShape kTile16BitKGrouped{128, 256, 32, 6, 2};
 constexpr TileShape kTileFp8{128, 192, 128, 4, 2};
+constexpr TileShape kTileMxfp4{256, 128, 64, 4, 2}, kTileMxfp4FewRows{64, 192, 64, 6, 2};
 constexpr int kNarrowTileN = 64;
 
 constexpr int kTileM = 128;
@@ -73,13 +75,29 @@ struct GemmTraits {
   bool low_rank = false;  // a second product joins the sum, see low_rank.cuh
 };
 
+// The type of a b in MXFP4, which the math warps decode to T beside a's tiles of so many rows, see
+// kernel_mxfp4.cuh.
+template <typename T, int rows>
+struct Mxfp4;
+template <typename B>
+struct DecodedOf {
+  using Type = B;
+  static constexpr int kRows = kTileM;
+};
+template <typename T, int rows>
+struct DecodedOf<Mxfp4<T, rows>> {
+  using Type = T;
+  static constexpr int kRows = rows;
+};
+
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int larger(int a, int b) { return a < b ? b : a; }
 
 template <typename A_, typename B_, GemmTraits traits>
 struct GemmConfig {
   using A = A_;
-  using B = B_;
+  using StoredB = B_;
+  using B = typename DecodedOf<StoredB>::Type;  // as wgmma reads it
   static constexpr GemmTraits kTraits = traits;
   static constexpr bool kKGrouped = traits.grouping == Grouping::kK, kFp8 = sizeof(A) == 1;
   static constexpr bool kScalePerGroup = traits.scaling == Scaling::kScalePerGroup;
@@ -95,7 +113,10 @@ struct GemmConfig {
   static constexpr bool kNarrow = traits.narrow;
   static constexpr int kWideTileN = traits.tile_n;
   static constexpr int kNarrowCols = kGateUp ? 2 * kNarrowTileN : kNarrowTileN;
-  static constexpr int kTileM = sm90::kTileM, kTileN = kNarrow ? kNarrowCols : kWideTileN;
+  // Whether math warps decode b: each warpgroup 64 columns of it, for all rows of a's tile.
+  static constexpr bool kDecodesB = !std::is_same_v<StoredB, B>;
+  static constexpr int kTileM = DecodedOf<StoredB>::kRows;
+  static constexpr int kTileN = kNarrow ? kNarrowCols : kWideTileN;
   static constexpr int kPaddedBlock = sm90::kPaddedBlock;
   // Boxes in which TMA loads b's tile: one a block where the cluster shares it.
   static constexpr int kNarrowPieces = kGateUp ? 2 : 1, kBPieces = kNarrow ? kNarrowPieces : 2;
@@ -107,6 +128,9 @@ struct GemmConfig {
   // Whether its k-blocks come before the first product's, see low_rank.cuh.
   static constexpr bool kLowRank = traits.low_rank, kLowRankFirst = kLowRank && kBlockScaled;
 
+  static constexpr int kMathWarpgroups = kDecodesB ? kTileN / kWgmmaM : sm90::kMathWarpgroups;
+  static constexpr int kThreads = 128 + 128 * kMathWarpgroups;
+
   // The unit in which the scheduler measures and cuts K: 64 in 16 bits, 128 in FP8.
   static constexpr int kUnitK = kSwizzleBytes / sizeof(A);
   // A k-block, which is a stage. A K-major operand needs a whole line of 128 bytes. Without one,
@@ -116,8 +140,20 @@ struct GemmConfig {
   static constexpr int kTileK = kHalfStages ? kUnitK / 2 : kUnitK, kUnitBlocks = kUnitK / kTileK;
   static constexpr int kWgmmaK = 32 / sizeof(A);
   static constexpr int kABytes = kTileM * kTileK * sizeof(A);
-  static constexpr int stage_bytes(int n) { return kABytes + n * kTileK * sizeof(B); }
-  static constexpr int kStageBytes = stage_bytes(kTileN), kBBytes = kStageBytes - kABytes;
+  static constexpr int b_bytes(int n) {
+    return kDecodesB ? 0 : n * kTileK * static_cast<int>(sizeof(B));
+  }
+  static constexpr int stage_bytes(int n) { return kABytes + b_bytes(n); }
+  static constexpr int kStageBytes = stage_bytes(kTileN), kBBytes = b_bytes(kTileN);
+
+  // b in MXFP4: a packed stage. K-major it has 128 elements along K, a line of 64 bytes for each
+  // column, because TMA takes longer for twice as many lines of 32. An MN-major one has a k-block.
+  static constexpr int kPackedK = kBMajor == Major::kK ? 128 : kTileK;
+  static constexpr int kPackedBytes = kTileN * kPackedK / 2;
+  static constexpr int kPackedStages = kTileM < 128 ? 10 : kBMajor == Major::kK ? 2 : 4;
+  // Its scales are bfloat16: K-major a pair of them for each column and k-block, MN-major 64 for each
+  // 32 columns.
+  static constexpr int kScaleBytes = kBMajor == Major::kK ? 8 * kTileN : kTileN / 32 * 128;
 
   // Rows of one epilogue buffer. A 16-bit K-grouped GEMM is bound by writing where groups are
   // small. There each warp's 16 rows are stored by themselves, all columns at once, so that
@@ -134,7 +170,8 @@ struct GemmConfig {
 
   // Whether warp 1 has nothing to do but scheduling and zeros. Otherwise a store warp zeroes while
   // it waits.
-  static constexpr bool kHasIdleWarp = !kBlockScaled && !kGathersRows && !kElementwise;
+  static constexpr bool kHasIdleWarp =
+      !kBlockScaled && !kGathersRows && !kElementwise && !kDecodesB;
   // Whether the last store warp schedules, else warp 1. Two store warps with elementwise work take
   // longer than the tile's products, and leave it to a warp 1 that gathers.
   static constexpr bool kStoreWarpSchedules = !kHasIdleWarp && !(kGathersRows && kElementwise);
@@ -169,8 +206,10 @@ struct GemmConfig {
       "block scales of b are 1 x 128 in a K-grouped GEMM and 128 x 128 in an M-grouped one");
   static_assert(!kHalfStages || (kAMajor == Major::kMN && kBMajor == Major::kMN),
                 "half a line of K per stage needs operands that are dense along M and N");
+  static_assert(!kDecodesB || (!kKGrouped && !kElementwise && !kFp8 && !kGathersRows),
+                "b in MXFP4 is the weight of an M-grouped GEMM in 16 bits");
   static_assert(
-      kBMajor == Major::kK || kTileN / kBPieces % 64 == 0,
+      kBMajor == Major::kK || kDecodesB || kTileN / kBPieces % 64 == 0,
       "an M/N-major b is loaded in columns of 64: half a tile must be a multiple of that");
   static_assert(!kTransposed || (kKGrouped && !kFp8 && kTileN == 256),
                 "what is stored transposed are weight gradients in 16 bits");
@@ -196,15 +235,15 @@ constexpr GemmTraits with_low_rank(GemmTraits traits) {
 // A GEMM with narrow tiles, and the one whose shared memory it takes.
 template <typename Config>
 using NarrowOf =
-    GemmConfig<typename Config::A, typename Config::B, with_narrow(Config::kTraits, true)>;
+    GemmConfig<typename Config::A, typename Config::StoredB, with_narrow(Config::kTraits, true)>;
 template <typename Config>
 using WideOf =
-    GemmConfig<typename Config::A, typename Config::B, with_narrow(Config::kTraits, false)>;
+    GemmConfig<typename Config::A, typename Config::StoredB, with_narrow(Config::kTraits, false)>;
 
 // A GEMM with a second product.
 template <typename Config>
 using LowRankOf =
-    GemmConfig<typename Config::A, typename Config::B, with_low_rank(Config::kTraits)>;
+    GemmConfig<typename Config::A, typename Config::StoredB, with_low_rank(Config::kTraits)>;
 
 // A stage of the second product has 64 elements of 16 bits along r: as many bytes as a k-block's.
 constexpr int kLowRankK = kSwizzleBytes / 2;

@@ -11,6 +11,10 @@ void run_fp8(const Launch& launch, const GroupedGemm& gemm);    // gemm_fp8.cu
 // M-grouped GEMMs with a second product. gemm_low_rank.cu
 void run_low_rank(const Launch& launch, const GroupedGemm& gemm);
 
+// M-grouped GEMMs whose b is a weight w [E, N, K] in MXFP4, codes and scale_b as they are stored. The
+// output's columns are w's rows (kK, fprop) or its columns (kMN, dgrad). gemm_mxfp4.cu
+void run_mxfp4(const Launch& launch, const GroupedGemm& gemm, Major b_major);
+
 // With SwiGLU or its gradient in the epilogue, where there is such a kernel. gemm_swiglu.cu
 bool has_swiglu(const GroupedGemm& gemm, const SwigluForm& form);
 bool has_swiglu_grad(const GroupedGemm& gemm, const SwigluForm& form);

@@ -9,10 +9,10 @@ namespace grouped_linear::cuda::sm90 {
 template <typename Config>
 __device__ void build_group_table(GroupTable& groups, const int32_t* offs, const GemmShape& shape) {
   if constexpr (Config::kKGrouped) {
-    load_groups<kThreads>(groups, offs, shape.E, shape.T, TilesOf{kPaddedBlock});
+    load_groups<Config::kThreads>(groups, offs, shape.E, shape.T, TilesOf{kPaddedBlock});
   } else {
     const int cols = col_tiles<Config>(shape);
-    load_groups<kThreads>(groups, offs, shape.E, shape.T, [cols](int rows) {
+    load_groups<Config::kThreads>(groups, offs, shape.E, shape.T, [cols](int rows) {
       return tile_pairs<Config>(row_tiles<Config>(rows), cols);
     });
   }

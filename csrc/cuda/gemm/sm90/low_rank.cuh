@@ -53,21 +53,24 @@ __device__ __forceinline__ void load_low_rank(SharedStorage<Config>& shared,
     uint64_t* full = &shared.full[state.stage];
     auto& stage = shared.stages[state.stage];
     mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
-    mbarrier_arrive_expect_tx(full, Config::kABytes + Config::kTileN / 64 * lines * kSwizzleBytes);
+    constexpr int columns = Config::kDecodesB ? 0 : Config::kTileN;  // math warps read b_low there
+    mbarrier_arrive_expect_tx(full, Config::kABytes + columns / 64 * lines * kSwizzleBytes);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       tma_load_2d(stage.a + half * (Config::kABytes / 2), &low.a, full, 0, k,
-                  tile.row + half * (kTileM / 2));
+                  tile.row + half * (Config::kTileM / 2));
+    if constexpr (!Config::kDecodesB) {
 #pragma unroll 1
-    for (int col = 0; col < Config::kTileN; col += 64) {
-      uint8_t* to = stage.b + col * kSwizzleBytes;
-      if (low.b_box_k == 0) {
-        tma_load_3d(to, &low.b, full, 0, k, tile.col + col, tile.group);
-      } else {
+      for (int col = 0; col < Config::kTileN; col += 64) {
+        uint8_t* to = stage.b + col * kSwizzleBytes;
+        if (low.b_box_k == 0) {
+          tma_load_3d(to, &low.b, full, 0, k, tile.col + col, tile.group);
+        } else {
 #pragma unroll 1
-        for (int line = 0; line < extent; line += low.b_box_k)
-          tma_load_3d(to + line * kSwizzleBytes, &low.b, full, 0, tile.col + col, k + line,
-                      tile.group);
+          for (int line = 0; line < extent; line += low.b_box_k)
+            tma_load_3d(to + line * kSwizzleBytes, &low.b, full, 0, tile.col + col, k + line,
+                        tile.group);
+        }
       }
     }
   }

@@ -59,7 +59,7 @@ __device__ __forceinline__ void TmaProducer::load_a(SharedStorage<Config>& share
                                                     uint16_t mask) {
   uint8_t* to = shared.stages[stage].a + half * (Config::kABytes / 2);
   uint64_t* full = &shared.full[stage];
-  const int row = tile.row + half * (kTileM / 2);
+  const int row = tile.row + half * (Config::kTileM / 2);
   if constexpr (Config::kFp8 && Config::kKGrouped) {
     tma_load_3d(to, &maps.a, full, mask, 0, row, tile.k_begin + k_block);
   } else if constexpr (Config::kKGrouped) {
@@ -136,11 +136,13 @@ __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps
         tma_load_2d(shared.scales[stage].columns, &maps.scale_b, scales_full, 0, tile.col,
                     tile.k_begin + k_block);
       }
-      mbarrier_arrive_expect_tx(full, Config::kABytes + Config::kBBytes + scale_bytes);
+      constexpr int b_bytes = Config::kDecodesB ? 0 : Config::kBBytes;
+      mbarrier_arrive_expect_tx(full, Config::kABytes + b_bytes + scale_bytes);
       if (Config::kSharesB && tile.in_row_pair()) {
         load_a<Config>(shared, maps, tile, stage, k_block, 0, 0);
         load_a<Config>(shared, maps, tile, stage, k_block, 1, 0);
-        load_b<Config>(shared, maps, tile, stage, k_block, rank, all);
+        if constexpr (!Config::kDecodesB)
+          load_b<Config>(shared, maps, tile, stage, k_block, rank, all);
       } else {
         if (Config::kPairsLoneColumn && tile.in_row_pair()) {
           load_a<Config>(shared, maps, tile, stage, k_block, 0, 0);
@@ -148,9 +150,11 @@ __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps
         } else {
           load_a<Config>(shared, maps, tile, stage, k_block, rank, all);
         }
+        if constexpr (!Config::kDecodesB) {
 #pragma unroll
-        for (int piece = 0; piece < Config::kBPieces; ++piece)
-          load_b<Config>(shared, maps, tile, stage, k_block, piece, 0);
+          for (int piece = 0; piece < Config::kBPieces; ++piece)
+            load_b<Config>(shared, maps, tile, stage, k_block, piece, 0);
+        }
       }
       if constexpr (Config::kScale1x128) {
         tma_load_2d(shared.scales[stage].rows, &maps.scale_a, full, 0, tile.row,

@@ -84,7 +84,7 @@ struct Control {
   __device__ uint16_t* active() { return reinterpret_cast<uint16_t*>(zeros + kKGroupedZeroBytes); }
 };
 
-template <typename Config>
+template <typename Config, bool decodes_b = Config::kDecodesB>
 struct TileBuffers {
   struct Stage {
     alignas(1024) uint8_t a[Config::kABytes];
@@ -107,6 +107,21 @@ struct TileBuffers {
   // Of the rows that a K-grouped GEMM gathers.
   int64_t row_numbers[Config::kKGrouped && Config::kGathersRows ? kRowNumberBlocks : 1]
                      [Config::kKGrouped && Config::kGathersRows ? Config::kTileK : 1];
+};
+
+// Where math warps decode b, see kernel_mxfp4.cuh: the stages are a's, and packed tiles of b have a
+// ring of their own.
+template <typename Config>
+struct TileBuffers<Config, true> {
+  struct Stage {
+    alignas(1024) uint8_t a[Config::kABytes];
+  };
+  Stage stages[Config::kStages];
+  // Of a warpgroup: a line of 64 columns for each row.
+  alignas(1024) uint8_t epilogue[Config::kMathWarpgroups][Config::kTileM * kSwizzleBytes];
+  alignas(1024) uint8_t codes[Config::kPackedStages][Config::kPackedBytes];
+  alignas(128) uint8_t scales[Config::kPackedStages][Config::kScaleBytes];
+  uint64_t packed_full[Config::kPackedStages], packed_empty[Config::kPackedStages];
 };
 
 template <size_t bytes>

@@ -1,0 +1,149 @@
+"""How fast are grouped GEMMs of a weight in MXFP4, beside those of the weight in BF16 and FP8?
+
+    python -m benchmarks.bench_mxfp4
+
+A frozen base of GPT-OSS is read by fprop and dgrad as it is published, four bits an element and a
+scale for each 32. The roofs are this library's `grouped_mm` of the weight in BF16, and
+`grouped_scaled_mm` of the weight in FP8. Where groups have few rows, as in generation, the weight's
+bytes bound the product: there the roof is a read of the packed bytes of the experts that have rows,
+half as many bytes copied.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import argparse
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import timing
+from grouped_linear import ops
+
+BF16 = torch.bfloat16
+TOP = 4  # experts a token
+
+
+class Size(NamedTuple):
+    """A weight of GPT-OSS: gate and up, or down."""
+
+    E: int
+    N: int
+    K: int
+
+
+SIZES = {
+    "20b_gate_up": Size(32, 5760, 2880),
+    "20b_down": Size(32, 2880, 2880),
+    "120b_gate_up": Size(128, 5760, 2880),
+    "120b_down": Size(128, 2880, 2880),
+}
+TOKENS = 8192
+FEW_TOKENS = (1, 8, 64)
+
+
+def routed(tokens: int, E: int, device: torch.device) -> Tensor:
+    """Group ends of `tokens` tokens with TOP random experts each."""
+    generator = torch.Generator(device).manual_seed(0)
+    chosen = torch.multinomial(torch.ones(tokens, E, device=device), TOP, generator=generator)
+    return chosen.flatten().bincount(minlength=E).cumsum(0).int()
+
+
+def normal(*sizes: int, device: torch.device, scale: float = 1.0) -> Tensor:
+    return torch.randn(*sizes, dtype=BF16, device=device).mul_(scale)
+
+
+def check(what: str, y: Tensor, expected: Tensor) -> None:
+    """A fast wrong kernel is no result."""
+    error, size = (y - expected).float().abs().max(), expected.float().abs().max()
+    if not error <= 2**-6 * size:
+        raise SystemExit(f"{what}: MXFP4 and its dequantized weight give different results")
+
+
+def measure(
+    name: str, operands: str, gemm: str, device: torch.device, report: timing.Report
+) -> None:
+    """Many rows: the roof is the same GEMM of the same numbers, stored in a."""
+    E, N, K = SIZES[name]
+    offs_E = routed(TOKENS if device.type == "cuda" else 8, E, device)
+    T = int(offs_E[-1])
+    w = ops.quantize_mxfp4(normal(E, N, K, device=device, scale=K**-0.5))
+    w_ENK = ops.dequantize_mxfp4(w.q, w.scale)
+    is_fprop = gemm == "fprop"
+    a = normal(T, K if is_fprop else N, device=device)
+    if operands == "bf16":
+        b = w_ENK.mT if is_fprop else w_ENK
+        calls = {
+            "bf16": lambda: ops.grouped_mm(a, b, offs_E),
+            "mxfp4": lambda: ops.grouped_mm_mxfp4(a, w.q, w.scale, offs_E, transpose_b=is_fprop),
+        }
+    else:
+        x, stored = ops.group_quantize(a, offs_E), ops.quantize_weight(w_ENK)
+        assert stored.q_t is not None
+        q, scale = (stored.q, stored.scale) if is_fprop else (stored.q_t, stored.scale.mT)
+        calls = {
+            "fp8": lambda: ops.grouped_scaled_mm(x.q, q.mT, x.scale, scale.mT, offs_E),
+            "mxfp4": lambda: ops.grouped_mm_mxfp4(
+                x.q, w.q, w.scale, offs_E, scale_a=x.scale, transpose_b=is_fprop
+            ),
+        }
+    del w_ENK
+    check(f"{name} {operands} {gemm}", *(call() for call in reversed(calls.values())))
+    case: dict[str, str | int] = {"weight": name, "a": operands, "gemm": gemm, "T": T}
+    report.add(case, timing.time_paired(calls, device, report.rounds), 2 * T * N * K)
+
+
+def measure_few(tokens: int, device: torch.device, report: timing.Report) -> None:
+    """Few rows: the roof is a copy that moves as many bytes as the experts with rows have."""
+    E, N, K = SIZES["20b_gate_up"]
+    offs_E = routed(tokens, E, device)
+    T = int(offs_E[-1])
+    with_rows = int((offs_E.diff(prepend=offs_E.new_zeros(1)) > 0).sum())
+    w = ops.quantize_mxfp4(normal(E, N, K, device=device, scale=K**-0.5))
+    b = ops.dequantize_mxfp4(w.q, w.scale).mT
+    a = normal(T, K, device=device)
+    packed = with_rows * N * (K // 2 + K // 32)
+    source = torch.empty(packed // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    calls = {
+        "packed bytes": lambda: target.copy_(source),
+        "bf16": lambda: ops.grouped_mm(a, b, offs_E),
+        "mxfp4": lambda: ops.grouped_mm_mxfp4(a, w.q, w.scale, offs_E),
+    }
+    case: dict[str, str | int] = {"weight": "20b_gate_up", "a": "bf16", "gemm": "few", "T": T}
+    report.add(case, timing.time_paired(calls, device, report.rounds), 2 * T * N * K)
+
+
+def probe(device: torch.device) -> None:
+    """Call every op that is timed, or raise the sentence that says why not."""
+    w = ops.quantize_mxfp4(normal(2, 32, 64, device=device))
+    offs = torch.tensor([3, 8], dtype=torch.int32, device=device)
+    ops.grouped_mm_mxfp4(normal(8, 64, device=device), w.q, w.scale, offs)
+
+
+def main() -> None:
+    parser: argparse.ArgumentParser = timing.arguments(__doc__)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    args = parser.parse_args()
+    device = timing.device_for(args.device, probe)
+    report = timing.Report(
+        "bench_mxfp4",
+        "How fast are grouped GEMMs of a weight in MXFP4, beside BF16 and FP8?",
+        "TFLOP/s",
+        device,
+        args.rounds,
+    )
+    report.note("8192 tokens, 4 random experts each; few: 1, 8 and 64 tokens")
+    for name in args.sizes[:1] if args.quick else args.sizes:
+        for operands in ("bf16", "fp8"):
+            for gemm in ("fprop", "dgrad"):
+                measure(name, operands, gemm, device, report)
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+    for tokens in FEW_TOKENS[:1] if args.quick else FEW_TOKENS:
+        measure_few(tokens, device, report)
+    report.finish(args.write, mean_by=("a", "gemm"), merge=args.merge)
+
+
+if __name__ == "__main__":
+    main()
