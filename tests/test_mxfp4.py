@@ -3,13 +3,31 @@
 T rows, E groups, K in_features, N out_features.
 """
 
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from grouped_linear import ops
+from grouped_linear import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GroupedLinear,
+    GroupedMLP,
+    Lora,
+    MXFP8BlockScaling,
+    Recipe,
+    convert,
+    ops,
+)
 from support import reference
 from support.compare import assert_same_bits
 from support.devices import devices
+from support.layers import through_pickle
 from support.tensors import BF16, DTYPES
 
 MXFP4 = ["quantize_mxfp4", "dequantize_mxfp4", "grouped_mm_mxfp4"]
@@ -82,3 +100,192 @@ def test_nan_and_infinity_make_a_block_nan(device: str) -> None:
     assert numbers[0, 0, :32].isnan().all()
     assert numbers[0, 1, 32:].isnan().all()
     assert numbers.isnan().sum() == 64
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+E, H, F, T = 4, 160, 96, 50
+RECIPES: list[Recipe | None] = [None, Float8BlockScaling(), MXFP8BlockScaling()]
+EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+
+
+class Linear(GroupedLinear):
+    """Called as :class:`MLP` is: the groups are those of the first choices."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(E, H, F, **options)
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        first = scores.argmax(dim=-1).sort().values
+        return super().forward(x, (first[:, None] == torch.arange(E, device=x.device)).sum(dim=0))
+
+
+class MLP(GroupedMLP):
+    def __init__(self, bias: bool = False, **options: Any) -> None:
+        super().__init__(E, H, F, bias=bias, **options)
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, *scores.topk(2))
+
+
+EVERY_KIND = pytest.mark.parametrize("kind", [Linear, MLP])
+
+
+def make_layer(kind: Any, *, weights: str | None = "mxfp4", **options: Any) -> Any:
+    torch.manual_seed(0)
+    layer = kind(**({"dtype": BF16, "bias": True, "lora": Lora(16)} | options), weights=weights)
+    for name, p in layer.named_parameters():
+        if name.endswith("lora_b"):
+            nn.init.normal_(p, std=0.1)
+    return layer
+
+
+def with_its_numbers(layer: Any, recipe: Recipe | None, device: str, dtype: Any = BF16) -> Any:
+    """A layer that has the numbers of a frozen one in high precision."""
+    plain = make_layer(type(layer), weights=None, recipe=recipe, device=device, dtype=dtype)
+    own = layer.state_dict()
+    state = {n: layer.dequantize(n, dtype) if n in layer._frozen else t for n, t in own.items()}
+    plain.load_state_dict({n: t for n, t in state.items() if not n.endswith("_scale_inv")})
+    return plain
+
+
+def inputs(device: str, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(T, H, generator=generator).to(device, dtype).requires_grad_()
+    return x, torch.rand(T, E, generator=generator).to(device)
+
+
+def call(layer: Any, x: Tensor, scores: Tensor) -> dict[str, Tensor]:
+    learns = {n: p for n, p in layer.named_parameters() if p.requires_grad}
+    y = layer(x, scores)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)
+    grads = torch.autograd.grad(y, (x, *learns.values()), dy)
+    return {"y": y.detach()} | dict(zip(("x", *learns), grads, strict=True))
+
+
+@DEVICES
+@EVERY_KIND
+@EVERY_RECIPE
+def test_layers_compute_with_the_numbers(device: str, kind: Any, recipe: Any) -> None:
+    """What a layer gives that has the numbers in bf16, but for the order of sums."""
+    frozen = make_layer(kind, recipe=recipe, device=device)
+    assert [n for n, p in frozen.named_parameters() if p.requires_grad] == [
+        n for n, _ in frozen.named_parameters() if "lora" in n
+    ]
+    results = call(frozen, *inputs(device))
+    for name, t in call(with_its_numbers(frozen, recipe, device), *inputs(device)).items():
+        error = (results[name].double() - t.double()).norm() / t.double().norm()
+        assert error < 0.01, f"{name} is off by {error:.1e}"  # two or three roundings to bf16
+
+
+@DEVICES
+@EVERY_KIND
+@EVERY_RECIPE
+def test_compiled_layers_have_the_bits_of_eager_ones(device: str, kind: Any, recipe: Any) -> None:
+    layer, (x, scores) = make_layer(kind, recipe=recipe, device=device), inputs(device)
+    expected = call(layer, x, scores)
+    compiled = torch.compile(layer, fullgraph=True)
+    learns = {n: p for n, p in layer.named_parameters() if p.requires_grad}
+    y = compiled(x, scores)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)
+    grads = torch.autograd.grad(y, (x, *learns.values()), dy)
+    for name, t in zip(("y", "x", *learns), (y.detach(), *grads), strict=True):
+        assert_same_bits(t, expected[name])
+
+
+@EVERY_KIND
+def test_float32_and_autocast(kind: Any) -> None:
+    layer = make_layer(kind, dtype=torch.float32)
+    plain = with_its_numbers(layer, None, "cpu", torch.float32)
+    for name, t in call(layer, *inputs("cpu", torch.float32)).items():
+        expected = call(plain, *inputs("cpu", torch.float32))[name]
+        assert torch.allclose(t, expected, atol=1e-5, rtol=1e-4)
+    with torch.autocast("cpu", BF16):
+        assert layer(*inputs("cpu", torch.float32)).dtype == BF16
+
+
+TRAVELS: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": through_pickle,
+    "half": lambda layer: copy.deepcopy(layer).half().to(BF16),
+}
+
+
+@pytest.mark.parametrize("travel", TRAVELS.values(), ids=TRAVELS)
+def test_travels_keep_every_byte(travel: Callable[[Any], Any]) -> None:
+    layer = make_layer(MLP)
+    twin = travel(layer)
+    for name, p in layer.named_parameters():
+        if not p.requires_grad and p.dtype == torch.uint8:
+            assert torch.equal(twin.get_parameter(name), p)
+    twin.load_state_dict(layer.state_dict())  # half() rounds the adapters
+    assert_same_bits(twin(*inputs("cpu")), layer(*inputs("cpu")))
+
+
+@EVERY_KIND
+def test_state_dicts(kind: Any, tmp_path: Path) -> None:
+    """Codes and scales, as uint8 or float8_e8m0fnu; or high precision, which is quantized."""
+    layer = make_layer(kind)
+    state = layer.state_dict()
+    save_file(state, tmp_path / "model.safetensors")
+    other = make_layer(kind, device="meta").to_empty(device="cpu")
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert all(torch.equal(t, state[n]) for n, t in other.state_dict().items())
+    e8m0 = torch.float8_e8m0fnu
+    in_e8m0 = {n: t.view(e8m0) if n.endswith("_scale_inv") else t for n, t in state.items()}
+    other.load_state_dict(in_e8m0)
+    assert all(torch.equal(t, state[n]) for n, t in other.state_dict().items())
+    plain = with_its_numbers(layer, None, "cpu")
+    other.load_state_dict(plain.state_dict(), strict=False)
+    for name in layer._frozen:
+        assert torch.equal(other.dequantize(name), layer.dequantize(name))
+    name = next(iter(layer._frozen))
+    for sentence, changed in {
+        "uint8 needs scales": {k: t for k, t in state.items() if k != f"{name}_scale_inv"},
+        "must be scales in uint8 or float8_e8m0fnu, got float32": state
+        | {f"{name}_scale_inv": state[f"{name}_scale_inv"].float()},
+        "or uint8 with scales, got float8_e4m3fn": state
+        | {name: plain.state_dict()[name].to(torch.float8_e4m3fn)},
+    }.items():
+        with pytest.raises(RuntimeError, match=sentence):
+            other.load_state_dict(changed, strict=False)
+    with pytest.raises(RuntimeError, match="must be in high precision, or float8_e4m3fn"):
+        plain.load_state_dict(state, strict=False)
+
+
+def test_from_experts_that_are_trained() -> None:
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w1, self.w3 = (nn.Linear(H, F, bias=False, dtype=BF16) for _ in range(2))
+            self.w2 = nn.Linear(F, H, bias=False, dtype=BF16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+            return y
+
+    experts = nn.ModuleList(Expert() for _ in range(E))
+    layer = GroupedMLP.from_experts(experts, weights="mxfp4")
+    down: Any = experts[1].get_submodule("w2")
+    q, scale = ops.quantize_mxfp4(down.weight.detach()[None])
+    assert torch.equal(layer.down_proj[1:2], q)
+    assert torch.equal(layer.dequantize("down_proj")[1:2], ops.dequantize_mxfp4(q, scale))
+
+
+def test_what_is_refused() -> None:
+    cases: dict[str, Callable[[], Any]] = {
+        "needs no recipe, Float8BlockScaling or MXFP8": lambda: make_layer(
+            Linear, recipe=Float8CurrentScaling()
+        ),
+        "in_features must be a multiple of 32": lambda: GroupedLinear(2, 48, 32, weights="mxfp4"),
+        "intermediate_size must be a multiple of 32": lambda: GroupedMLP(
+            2, 32, 48, weights="mxfp4"
+        ),
+        "is frozen and has no gradient to accumulate": lambda: make_layer(
+            MLP, fuse_wgrad_accumulation=True
+        ),
+        "is for layers of this package": lambda: convert(make_layer(MLP), weights="mxfp4"),
+    }
+    for sentence, case in cases.items():
+        with pytest.raises(ValueError, match=sentence):
+            case()

@@ -52,8 +52,9 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         kept: dict[str, Any] = {"recipe": Float8BlockScaling(), "dtype": BF16, "lora": Lora(8, 16)}
+        kept["weights"] = "fp8"
         self.num_experts = experts
-        self.experts = linear_of(experts, K, N, weights="fp8", **(kept | options))
+        self.experts = linear_of(experts, K, N, **(kept | options))
         self.plain = nn.Linear(N, 16, dtype=BF16)
 
     def forward(self, x: Tensor, m_splits: Tensor) -> Tensor:
@@ -98,9 +99,9 @@ def assert_frozen_is_shard(sharded: Any, whole: Any, rank: int) -> None:
         assert_same_bits(own.to_local(), shard_of(whole.experts.get_parameter(name), rank))
 
 
-def check_training(experts: int, rank: int, directory: Path) -> None:
+def check_training(experts: int, weights: str, rank: int, directory: Path) -> None:
     """Adapters beside frozen weights: sharded steps are those of one process."""
-    whole, sharded = Model(experts), Model(experts)
+    whole, sharded = (Model(experts, weights=weights) for _ in range(2))
     shard(sharded)
     assert_frozen_is_shard(sharded, whole, rank)
     for a, b in zip(train(sharded, sharded), train(whole, whole), strict=True):
@@ -435,8 +436,9 @@ def check_deferred_wgrad_of_shards_is_refused(rank: int, directory: Path) -> Non
 
 
 CHECKS: Checks = {
-    "training": partial(check_training, E),
-    "training_of_three_experts": partial(check_training, 3),
+    "training": partial(check_training, E, "fp8"),
+    "training_of_three_experts": partial(check_training, 3, "fp8"),
+    "training_mxfp4": partial(check_training, 3, "mxfp4"),
     "policy": check_policy,
     "nothing_kept_of_weights": check_nothing_kept_of_weights,
     "replicas": check_replicas,

@@ -81,10 +81,27 @@ class Gemm(NamedTuple):
             return ops.grouped_mm_list(
                 a, b, offs_E, bias_EN, dtype, transpose_b=is_fprop, rows=rows
             )
+        low: Sequence[Tensor] = () if low_rank is None else low_rank
+        if b.dtype == torch.uint8:
+            assert scale_b is not None
+            low_dtype = a.dtype if scale_a is None else dtype
+            a_low, b_low = (t.to(low_dtype) for t in low) if low else (None, None)
+            return ops.grouped_mm_mxfp4(
+                a,
+                b,
+                scale_b,
+                offs_E,
+                bias_EN,
+                scale_a,
+                dtype,
+                transpose_b=is_fprop,
+                rows=rows,
+                a_low=a_low,
+                b_low=b_low,
+            )
         if is_fprop:
             b = b.mT
             scale_b = scale_b.mT if scale_b is not None and scale_b.dim() == 3 else scale_b
-        low: Sequence[Tensor] = () if low_rank is None else low_rank
         if scale_a is None or scale_b is None:
             low = [t.to(a.dtype) for t in low]  # MXFP8 multiplies in bf16, whatever x is
             with _below_autograd():

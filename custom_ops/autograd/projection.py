@@ -122,8 +122,9 @@ class Projection(NamedTuple):
     def transposes_weight(self) -> bool:
         """Whether the weight is stored for fprop alone, and the backward transposes it."""
         stored = self.stored
-        in_fp8 = self.recipe.weight.quantize is None
-        return in_fp8 and stored is not None and stored.weight.columnwise is None
+        if stored is None or stored.weight.is_mxfp4:
+            return False
+        return self.recipe.weight.quantize is None and stored.weight.columnwise is None
 
     def fprop(
         self,
@@ -158,7 +159,10 @@ class Projection(NamedTuple):
             w = quantize_weight(weights, self.recipe.weight, Layouts(False, True))
             assert w.columnwise is not None
             columnwise, scale = w.columnwise, w.columnwise_scale
-        w = weight_for_dgrad(columnwise, scale, self.recipe.weight)
+        if self.stored is not None and self.stored.weight.is_mxfp4:
+            w = Operands(None, None, columnwise, scale)
+        else:
+            w = weight_for_dgrad(columnwise, scale, self.recipe.weight)
         if self.recipe.checks_operands:
             self.recipe.check_operands("dgrad", *dy[:2], *w[2:4])
         return Gemm(dy, w, offs_E, dtype, None, False, rows, low_rank)

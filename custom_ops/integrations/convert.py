@@ -102,6 +102,11 @@ def convert(
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 64])
     """
+    if weights == "mxfp4":
+        raise ValueError(
+            "convert: weights='mxfp4' is for layers of this package, GroupedMLP.from_experts makes "
+            "one of a list of experts: use weights='fp8' or 'both' here"
+        )
     recipe = Float8BlockScaling() if recipe is None and weights is not None else recipe
     request = Request(recipe, weights, save_gate_up_in_fp8, recipes or {})
     _check(model, request)

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
+from grouped_linear.meta_kernels.rules import (
+    ACTIVATIONS,
+    FEATURE_MULTIPLE,
+    MAX_GROUPS,
+    MX_BLOCK,
+    dtype_name,
+)
 from grouped_linear.nn.lora import MAX_RANK, LoraWeights, is_number
 from grouped_linear.nn.projection import ProjectionArguments
 from grouped_linear.ops.activation import Activation
@@ -49,6 +55,15 @@ def check_features(layer: str, name: str, size: int) -> None:
         raise ValueError(
             f"{layer}: {name} must be a positive multiple of {FEATURE_MULTIPLE}, got {size}"
         )
+
+
+def check_mx_blocks(layer: str, weights: Any, **features: int) -> None:
+    """Raise ValueError for in_features of a weight in MXFP4 that are no whole blocks."""
+    for name, size in features.items():
+        if weights == "mxfp4" and size % MX_BLOCK:
+            raise ValueError(
+                f"{layer}: {name} must be a multiple of {MX_BLOCK} with weights='mxfp4', got {size}"
+            )
 
 
 def _check_integer(layer: str, name: str, number: Any) -> None:
@@ -143,7 +158,8 @@ def check_dtypes(op: str, x: Tensor, name: str, w: Tensor, recipe: Recipe) -> No
         raise RuntimeError(
             f"{op}: x must be bfloat16, float16 or float32, got {dtype_name(x.dtype)}"
         )
-    if x.dtype != w.dtype and not recipe.weight.reads_any_dtype:
+    is_stored = w.dtype not in ACTIVATIONS  # numbers that GEMMs read beside any x
+    if x.dtype != w.dtype and not recipe.weight.reads_any_dtype and not is_stored:
         raise RuntimeError(
             f"{op}: x is {dtype_name(x.dtype)}, {name} {dtype_name(w.dtype)}: "
             "cast one of them, or use torch.autocast"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from grouped_linear.nn.checks import (
     check_features,
     check_flags,
+    check_mx_blocks,
     check_num_groups,
     check_options,
     check_parameters,
@@ -54,11 +55,15 @@ class GroupedLinear(HasAdapters):
             ``GroupedTensorWithMaster``, a plain tensor and its FP8 numbers,
             which are made when it is written, as by an optimizer. "fp8": frozen in FP8 alone, under
             ``Float8BlockScaling``: drawn in `dtype`, then quantized, for inference and adapters.
+            "mxfp4": the same in 4.25 bits an element, see
+            :func:`grouped_linear.ops.quantize_mxfp4`, without a recipe or under
+            ``Float8BlockScaling`` or ``MXFP8BlockScaling``; K is then a multiple of 32.
         lora: an adapter beside the weight, which is frozen, see :class:`grouped_linear.Lora`.
 
     Attributes:
         num_experts, in_features, out_features, recipe, weights: as given.
-        weight: [E, N, K]; frozen in FP8, the numbers' bytes in uint8, see :meth:`dequantize`.
+        weight: [E, N, K]; frozen in FP8, the numbers' bytes in uint8, see :meth:`dequantize`; in
+            MXFP4 two codes a byte, [E, N, K / 2].
         weight_scale_inv: [E, ceil(N / 128), ceil(K / 128)] int32, the bits of the float32 scales,
             where the weight is frozen in FP8.
         bias: [E, N], or None.
@@ -109,6 +114,7 @@ class GroupedLinear(HasAdapters):
         check_flags("GroupedLinear", bias=bias)
         check_options("GroupedLinear", recipe, cache_weights, fuse_wgrad_accumulation, dtype)
         check_weights_kept("GroupedLinear", recipe, weights, cache_weights, fuse_wgrad_accumulation)
+        check_mx_blocks("GroupedLinear", weights, in_features=in_features)
         check_lora("GroupedLinear", lora)
         self.num_experts, self.in_features, self.out_features = (
             num_experts,
@@ -120,7 +126,7 @@ class GroupedLinear(HasAdapters):
         self.weights = weights
         E, N, K = num_experts, out_features, in_features
         weight = torch.empty(E, N, K, dtype=dtype, device=device)
-        if recipe is not None and weights in STORAGES:
+        if weights in STORAGES:
             self.freeze("weight", weight, recipe, weights=weights)
         else:
             self._register("weight", keep_weight(weight, weights, recipe))

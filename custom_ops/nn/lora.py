@@ -116,7 +116,7 @@ class HasAdapters(KeepsFrozen):
         self.requires_grad_(False)
         for name, lora in adapters.items():
             weight = getattr(self, name)
-            E, N, K = weight.shape
+            E, N, K = self.weight_shape(name)
             frozen = self._frozen.get(name)
             dtype = lora.dtype or (weight.dtype if frozen is None else frozen.dtype)
             options = {"dtype": dtype, "device": weight.device}

@@ -15,6 +15,7 @@ from grouped_linear.nn.checks import (
     check_activation,
     check_features,
     check_flags,
+    check_mx_blocks,
     check_num_groups,
     check_options,
 )
@@ -124,6 +125,8 @@ class GroupedMLP(HasAdapters):
         check_activation("GroupedMLP", activation)
         check_options("GroupedMLP", recipe, cache_weights, fuse_wgrad_accumulation, dtype)
         check_weights_kept("GroupedMLP", recipe, weights, cache_weights, fuse_wgrad_accumulation)
+        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        check_mx_blocks("GroupedMLP", weights, **sizes)
         adapters = _adapters_of(lora)
         self.num_experts = num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
@@ -135,7 +138,7 @@ class GroupedMLP(HasAdapters):
         G = 2 * F if activation.gated else F
         for name, shape in (("gate_up_proj", (E, G, H)), ("down_proj", (E, H, F))):
             w = torch.empty(shape, dtype=dtype, device=device)
-            if recipe is not None and weights in STORAGES:
+            if weights in STORAGES:
                 self.freeze(name, w, recipe, weights=weights)
             else:
                 kept = keep_weight(w, weights, recipe)
@@ -225,7 +228,8 @@ class GroupedMLP(HasAdapters):
             return
         for name in ("gate_up_proj", "down_proj"):
             weight_ENK, bias_EN = getattr(self, name), getattr(self, f"{name}_bias")
-            bound = 1 / math.sqrt(weight_ENK.size(2))
+            features = self.hidden_size if name == "gate_up_proj" else self.intermediate_size
+            bound = 1 / math.sqrt(features)
             if bias_EN is not None:
                 nn.init.uniform_(bias_EN, -bound, bound)
             with self.drawn(name, weight_ENK) as w_ENK:
@@ -315,7 +319,7 @@ class GroupedMLP(HasAdapters):
 
     def extra_repr(self) -> str:
         """The options that tell layers apart."""
-        E, H, F = self.down_proj.shape
+        E, H, F = self.num_experts, self.hidden_size, self.intermediate_size
         bias, activation = self.down_proj_bias is not None, self.activation
         return (
             f"num_experts={E}, hidden_size={H}, intermediate_size={F}, bias={bias}, "

@@ -29,6 +29,7 @@ from grouped_linear.meta_kernels.rules import (
     ACTIVATIONS,
     BLOCK,
     E4M3,
+    MX_BLOCK,
     Rules,
     ceil_div,
     dtype_name,
@@ -50,7 +51,8 @@ from grouped_linear.recipes import QuantizedWeight, Recipe
 Parts = tuple[Tensor, Tensor]
 
 
-def _quantize_blocks(w_ENK: Tensor, recipe: Recipe) -> Parts:
+def _quantize_blocks(w_ENK: Tensor, recipe: Recipe | None) -> Parts:
+    assert recipe is not None
     options = recipe.weight.scale_options
     q, scale, _ = ops.quantize_weight(w_ENK, columnwise=False, **options)
     assert q is not None
@@ -73,6 +75,10 @@ def dequantize_blocks(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return w
 
 
+def _quantize_mxfp4(w_ENK: Tensor, recipe: Recipe | None) -> Parts:
+    return ops.quantize_mxfp4(w_ENK)
+
+
 class Storage(NamedTuple):
     """How a frozen weight lies in memory, and as which dtypes it is read."""
 
@@ -83,8 +89,10 @@ class Storage(NamedTuple):
     scale_bits: torch.dtype
     scale: torch.dtype
     block: tuple[int, int]
-    """How many numbers [N, K] of the parameter share a scale."""
-    quantize: Callable[[Tensor, Recipe], Parts]
+    """How many entries [N, K] of the parameter share a scale."""
+    per_entry: int
+    """How many numbers of a row an entry holds."""
+    quantize: Callable[[Tensor, Recipe | None], Parts]
     """Numbers and scales of a weight [E, N, K] in high precision."""
     dequantize: Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
@@ -97,9 +105,20 @@ STORAGES = {
         torch.int32,
         torch.float32,
         (BLOCK, BLOCK),
+        1,
         _quantize_blocks,
         dequantize_blocks,
-    )
+    ),
+    "mxfp4": Storage(
+        torch.uint8,
+        torch.uint8,
+        torch.uint8,
+        torch.uint8,
+        (1, MX_BLOCK // 2),
+        2,
+        _quantize_mxfp4,
+        ops.dequantize_mxfp4,
+    ),
 }
 
 
@@ -108,8 +127,8 @@ class Frozen(NamedTuple):
 
     weights: str
     """The key of its :class:`Storage`."""
-    recipe: Recipe
-    """By which high precision is quantized that is loaded."""
+    recipe: Recipe | None
+    """By which high precision is quantized that is loaded; MXFP4 has no options."""
     dtype: torch.dtype
     """Of the high-precision weight, and of what it is dequantized to."""
 
@@ -129,7 +148,7 @@ class KeepsFrozen(nn.Module):
         self,
         name: str,
         weight: Tensor | Parts,
-        recipe: Recipe,
+        recipe: Recipe | None,
         dtype: torch.dtype | None = None,
         *,
         weights: str = "fp8",
@@ -139,8 +158,9 @@ class KeepsFrozen(nn.Module):
         Args:
             name: the parameter's; its scales become the parameter ``name_scale_inv``.
             weight: [E, N, K] in high precision, which is quantized; or numbers and scales, for FP8
-                [E, N, K] float8_e4m3fn and [E, ceil(N / 128), ceil(K / 128)] float32, contiguous.
-                They are not copied. DTensors of these are sharded by experts.
+                [E, N, K] float8_e4m3fn and [E, ceil(N / 128), ceil(K / 128)] float32, for MXFP4
+                [E, N, K / 2] and [E, N, K / 32] uint8 (:class:`grouped_linear.ops.Mxfp4Weight`),
+                contiguous. They are not copied. DTensors of these are sharded by experts.
             recipe: by which it is quantized.
             dtype: of the weight that these numbers stand for; that of a weight in high precision.
             weights: the key of a storage.
@@ -173,7 +193,9 @@ class KeepsFrozen(nn.Module):
                 "torch.export or torch.compile"
             )
         hook = vars(self).get("_hf_hook")  # accelerate's, or a list of them
-        if hook is not None and any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))):
+        if hook is not None and any(
+            getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))
+        ):
             raise RuntimeError(
                 f"{type(self).__name__}: accelerate offloads it, and would cast the numbers of its "
                 f"state dict to bytes: leave it on a device, {name} takes a byte an element"
@@ -193,6 +215,12 @@ class KeepsFrozen(nn.Module):
                 f"{dtype_name(bits.dtype)}: load_state_dict quantizes"
             )
         return QuantizedWeight(bits.view(storage.values), scale.view(storage.scale), None)
+
+    def weight_shape(self, name: str) -> tuple[int, int, int]:
+        """[E, N, K] of a weight, whatever its parameter holds."""
+        E, N, entries = getattr(self, name).shape
+        frozen = self._frozen.get(name)
+        return E, N, entries if frozen is None else entries * frozen.storage.per_entry
 
     def dequantize(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A frozen weight's numbers times their scales, rounded once, in a plain tensor.
@@ -220,7 +248,10 @@ class KeepsFrozen(nn.Module):
         if name not in self._frozen:
             yield weight
             return
-        w = torch.empty_like(weight, dtype=self._frozen[name].dtype)
+        frozen = self._frozen[name]
+        w = torch.empty_like(weight, dtype=frozen.dtype)
+        if frozen.storage.per_entry > 1:  # a DTensor, too: repeat keeps its experts' sharding
+            w = w.repeat(1, 1, frozen.storage.per_entry)
         yield w
         self.overwrite_frozen(name, w)
 
@@ -283,7 +314,8 @@ class KeepsFrozen(nn.Module):
         if frozen is None and w.dtype == own.dtype:
             return
         if w.dtype == (E4M3 if frozen is None else frozen.storage.values):
-            parts = w, _as_float(w, scale, key + SCALE)
+            is_mxfp4 = frozen is not None and frozen.weights == "mxfp4"
+            parts = w, (_as_bytes if is_mxfp4 else _as_float)(w, scale, key + SCALE)
             if frozen is not None:
                 state_dict[key], state_dict[key + SCALE] = _as_bits(frozen, parts)
                 return
@@ -293,8 +325,9 @@ class KeepsFrozen(nn.Module):
             plain = dequantize_blocks(local_part(parts[0]), local_part(parts[1]), dtype)
             state_dict[key] = distributed_like(w, plain) if is_dtensor(w) else plain
         elif w.dtype.itemsize == 1:
+            values = E4M3 if frozen is None else frozen.storage.values
             raise ValueError(
-                f"it must be in high precision, or {dtype_name(E4M3)} with scales, got "
+                f"it must be in high precision, or {dtype_name(values)} with scales, got "
                 f"{dtype_name(w.dtype)}"
             )
         elif frozen is not None:
@@ -330,6 +363,17 @@ def _as_bits(frozen: Frozen, parts: Parts) -> Parts:
 def _is_same_memory(a: Any, b: Any) -> bool:
     a, b = local_part(a), local_part(b)
     return bool(a.shape == b.shape and a.data_ptr() == b.data_ptr())
+
+
+def _as_bytes(w: Any, scale: Any, name: str) -> Tensor:
+    """The E8M0 scales of numbers in a state dict, as uint8."""
+    if not isinstance(scale, Tensor):
+        raise ValueError(f"{dtype_name(w.dtype)} needs scales, {name}, which are missing")
+    if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        raise ValueError(
+            f"{name} must be scales in uint8 or float8_e8m0fnu, got {dtype_name(scale.dtype)}"
+        )
+    return scale.view(torch.uint8)
 
 
 def _as_float(w: Any, scale: Any, name: str) -> Tensor:

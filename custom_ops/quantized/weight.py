@@ -10,10 +10,15 @@ from torch import Tensor, nn
 
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster, keeps_beside_master
-from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
+from grouped_linear.recipes import (
+    Float8BlockScaling,
+    MXFP8BlockScaling,
+    QuantizedWeight,
+    Recipe,
+)
 
-#: How a layer keeps its weights: plain (None), in high precision and FP8, or frozen in FP8 alone.
-Weights = Literal["both", "fp8"] | None
+#: How a layer keeps its weights: plain (None), in high precision and FP8, or frozen in few bits.
+Weights = Literal["both", "fp8", "mxfp4"] | None
 #: The tensors that have FP8 numbers already.
 KEPT = GroupedTensorWithMaster, GatheredWeight
 
@@ -40,11 +45,18 @@ def check_weights_kept(
     fuse_wgrad_accumulation: bool = False,
 ) -> None:
     """Raise ValueError for an option ``weights`` that is none, or that others exclude."""
-    if weights not in (None, "both", "fp8"):
-        raise ValueError(f"{owner}: weights must be None, 'both' or 'fp8', got {weights!r}")
+    if weights not in (None, "both", "fp8", "mxfp4"):
+        raise ValueError(
+            f"{owner}: weights must be None, 'both', 'fp8' or 'mxfp4', got {weights!r}"
+        )
     if weights == "fp8" and not isinstance(recipe, Float8BlockScaling):
         raise ValueError(
             f"{owner}: weights='fp8' needs the recipe Float8BlockScaling, got {recipe!r}"
+        )
+    if weights == "mxfp4" and not isinstance(recipe, Float8BlockScaling | MXFP8BlockScaling | None):
+        raise ValueError(
+            f"{owner}: weights='mxfp4' needs no recipe, Float8BlockScaling or MXFP8BlockScaling, "
+            f"got {recipe!r}"
         )
     if weights == "both" and (recipe is None or not keeps_beside_master(recipe)):
         raise ValueError(
@@ -55,9 +67,9 @@ def check_weights_kept(
         raise ValueError(
             f"{owner}: cache_weights keeps what weights={weights!r} has already: choose one of them"
         )
-    if weights == "fp8" and fuse_wgrad_accumulation:
+    if weights in ("fp8", "mxfp4") and fuse_wgrad_accumulation:
         raise ValueError(
-            f"{owner}: weights='fp8' is frozen and has no gradient to accumulate: "
+            f"{owner}: weights={weights!r} is frozen and has no gradient to accumulate: "
             "weights='both' learns"
         )
 

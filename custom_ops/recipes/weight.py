@@ -26,7 +26,7 @@ class QuantizedWeight(NamedTuple):
     """A weight in a format, stored from one call to the next."""
 
     values: Tensor
-    """[E, N, K]."""
+    """[E, N, K]; of MXFP4 its codes, [E, N, K / 2] uint8."""
     scale: Tensor | None
     """The scales of ``values`` and of ``columnwise``."""
     columnwise: Tensor | None
@@ -36,9 +36,21 @@ class QuantizedWeight(NamedTuple):
         """Apply `op` to each tensor that is not None."""
         return QuantizedWeight(*(None if t is None else op(t) for t in self))  # type: ignore[arg-type]
 
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether it is in MXFP4, whose GEMMs read one layout for fprop and dgrad."""
+        return self.values.dtype == torch.uint8
+
+    @property
+    def stand_in(self) -> Tensor:
+        """[E, N, K] without memory, for code that asks a weight for its sizes."""
+        return self.values[..., :1].expand(*self.values.shape[:2], 2 * self.values.size(2))
+
     def operands(self, columnwise: bool) -> Operands:
         """The weight for fprop and, where ``columnwise`` is true, for dgrad."""
         values, scale, transposed = self
+        if self.is_mxfp4:
+            transposed = values
         return with_shared_scale(values, scale, transposed if columnwise else None)
 
 
