@@ -39,7 +39,7 @@ class MLPConfig(NamedTuple):
     def save(
         self, gate_up_RG: Tensor | None, offs_E: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What a backward reads: gate_up and None, or e4m3 and the scales of 1x128 blocks."""
+        """The tensors a backward reads: gate_up and None, or e4m3 and scales of 1x128 blocks."""
         if gate_up_RG is None or not self.save_in_fp8:
             return gate_up_RG, None
         quantized = ops.group_quantize(gate_up_RG, offs_E)
@@ -147,7 +147,7 @@ def _grad(
 
 
 def _call(activation: Activation, method: str, gate_up_RG: Tensor, *dh_RF: Tensor) -> Tensor:
-    """A method of a user's own activation, whose result is checked; it may write dh alone."""
+    """Call a method of a user's activation and check its result; it may write dh alone."""
     name = f"{type(activation).__name__}.{method}"
     R, G = gate_up_RG.shape
     columns = G if dh_RF or not activation.gated else G // 2

@@ -62,14 +62,14 @@ NOTHING = Parameters(False, False, False, False)
 
 
 class Saved(NamedTuple):
-    """What the forward saves, by name; None, which Any is, where no gradient needs it."""
+    """The tensors that the forward saves. Any stands for None where no gradient needs one."""
 
     offs_E: Tensor
     x: Any
     """Columnwise in its format; with ``save_input`` itself."""
     x_scale: Any
     adapter_x_TK: Any
-    """What dropout and A of the adapter were given."""
+    """The input of the adapter, before dropout."""
     kept: Kept
 
     @staticmethod
@@ -81,7 +81,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, ctx: Any) -> "Saved":
-        """What a forward has saved."""
+        """The tensors that a forward has saved."""
         tensors = saved_tensors(ctx, "grouped_linear")
         weight = tensors[9]
         if weight is not None and weight.dim() == 2:

@@ -40,19 +40,19 @@ class Adapter(NamedTuple):
     b_ENr: Tensor
     scaling: float
     mask: Tensor | None = None
-    """What dropout multiplies the adapter's input by; None without dropout."""
+    """Dropout's factors of the adapter's input; None without dropout."""
 
     def input(self, x: Tensor) -> Tensor:
-        """What A multiplies: x after dropout."""
+        """x after dropout, which A multiplies."""
         return x if self.mask is None else x * self.mask
 
     def forward_term(self, x: Tensor, offs_E: Tensor, rows: Tensor | None = None) -> LowRankTerm:
-        """What fprop adds: h and B, of the input x or x[rows]."""
+        """h and B, whose product fprop adds, of the input x or x[rows]."""
         a_ErK, b_ENr = padded_factors(self.a_ErK, self.b_ENr, x.dtype)
         return self._term(x, a_ErK.mT, b_ENr.mT, offs_E, rows)
 
     def backward_term(self, dy: Tensor, offs_E: Tensor, rows: Tensor | None = None) -> LowRankTerm:
-        """What dgrad adds: dh and A, of dy or dy[rows]."""
+        """dh and A, whose product dgrad adds, of dy or dy[rows]."""
         a_ErK, b_ENr = padded_factors(self.a_ErK, self.b_ENr, dy.dtype)
         return self._term(dy, b_ENr, a_ErK, offs_E, rows)
 

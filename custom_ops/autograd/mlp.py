@@ -53,13 +53,13 @@ class _Needs(NamedTuple):
 
     @classmethod
     def of(cls, ctx: Any) -> "_Needs":
-        """What a backward may be asked for."""
+        """The gradients that a backward may be asked for."""
         _, x, weights, *parameters = ctx.needs_input_grad
         return cls(x, weights, Parameters(*parameters[:4]), Parameters(*parameters[4:]))
 
     @classmethod
     def now(cls, ctx: Any) -> "_Needs":
-        """What this backward computes: the engine is asked about gradients that are written."""
+        """The gradients that this backward computes; the engine tells of those that are written."""
         needs = cls.of(ctx)
         if ctx.gate_up.main_grad is None and ctx.down.main_grad is None:
             return needs
@@ -83,7 +83,7 @@ NOTHING = _Needs(False, False, *(Parameters(False, False, False, False),) * 2)
 
 
 class Saved(NamedTuple):
-    """What the forward saves, by name; None, which Any is, where no gradient needs it."""
+    """The tensors that the forward saves. Any stands for None where no gradient needs one."""
 
     weight_TC: Any
     """The weights of the routing."""
@@ -112,7 +112,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, ctx: Any) -> "Saved":
-        """What a forward has saved."""
+        """The tensors that a forward has saved."""
         t = saved_tensors(ctx, "grouped_mlp")
         rows = rows_of(t[17 : 17 + ctx.num_rows_tensors])
         weight_TC, x_TH, gate_up_RG, gate_up_scale, down_bias_EH = t[:5]

@@ -39,7 +39,7 @@ class StoredWeight(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """Of each parameter of a projection: whether its gradient is needed, or the gradient."""
+    """Whether the gradient of each parameter of a projection is needed, or the gradient."""
 
     weight: Any
     bias: Any
@@ -221,7 +221,7 @@ class Projection(NamedTuple):
         return Projection(weights, None, recipe, stored, main_grad, adapter)
 
     def restored(self, kept: Kept) -> "Projection":
-        """What :meth:`for_backward` gave, with the adapter that the forward saved, if it did."""
+        """The projection in the backward, with the adapter that the forward saved, if it did."""
         weights, bias_EN, recipe, stored, main_grad, adapter = self
         if adapter is None:
             return self

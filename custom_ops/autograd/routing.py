@@ -63,7 +63,7 @@ class ChosenRows(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a backward reads: the fields of :class:`grouped_linear.ops.SortedByExpert`."""
+        """The tensors a backward reads: those of :class:`grouped_linear.ops.SortedByExpert`."""
         return self[:4]
 
     def source(self, x_TH: Tensor) -> Gathered:
@@ -111,7 +111,7 @@ class SortedRows(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor]:
-        """What a backward reads."""
+        """The tensors a backward reads."""
         return self
 
     def source(self, x_RH: Tensor) -> Tensor:

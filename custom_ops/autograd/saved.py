@@ -1,4 +1,4 @@
-"""What a forward saved for its backward."""
+"""The tensors that a forward saved for its backward."""
 
 import re
 from typing import Any

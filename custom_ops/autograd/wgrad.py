@@ -66,9 +66,9 @@ class Wgrad(NamedTuple):
     x_scale: Tensor | None
     offs: Tensor
     dy_rows: Tensor | None = None
-    """With dy[dy_rows[t]] in place of dy[t]; None where each row is its own."""
+    """dy[dy_rows[t]] takes the place of dy[t]; None where no row is gathered."""
     x_rows: Tensor | None = None
-    """The same for x. At most one of dy_rows and x_rows is given."""
+    """x[x_rows[t]] takes the place of x[t]. At most one of dy_rows and x_rows is given."""
 
     def compute(self) -> tuple[Tensor | None, ...]:
         """The gradient of each weight, or None where it went into main_grad."""

@@ -41,7 +41,7 @@ from grouped_linear.nn.projection import (
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.recipes import DelayedScalingState, Recipe
 
-#: Of a projection without an adapter.
+#: The factors of a projection without an adapter.
 NO_FACTORS = (None, None)
 
 

@@ -55,7 +55,7 @@ def fills(first: Tensor | bool | None) -> bool:
 def cached_weight(
     layer: str, cache: WeightCache | None, weights: WeightList, first: Tensor | bool | None
 ) -> StoredWeight | None:
-    """Return the cached weight that a call reads, or None if it quantizes its own."""
+    """Return the cached weight that a call reads, or None if it quantizes the weight."""
     if first is None or cache is None:
         return None
     # A graph must not depend on the cache's contents. In a compiled call an empty cache gives NaN.

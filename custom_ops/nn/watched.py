@@ -1,4 +1,4 @@
-"""What a watched layer keeps: the numbers that it counts, and recipes whose formats count.
+"""A watched layer's numbers, and the recipes whose formats count them.
 
 E groups (experts).
 """
@@ -15,7 +15,7 @@ from grouped_linear.recipes.watched import ALL, PARTS, Counts, WatchedOperand
 
 __all__ = ["PARTS", "ROLES", "WatchedLayer"]
 
-#: What a linear layer multiplies, as a recipe names it, in the order of :meth:`WatchedLayer.read`.
+#: The operands of a linear layer, as a recipe names them, in the order of WatchedLayer.read.
 ROLES = ("input", "weight", "grad_output")
 
 
@@ -23,7 +23,7 @@ class WatchedLayer(nn.Module):
     """The numbers of a layer's operands, which its calls add to while the flag is true.
 
     They move with the model and are none of its buffers: DistributedDataParallel would overwrite
-    them with those of rank 0. A copy of the layer has numbers and a flag of its own.
+    them with those of rank 0. A copy of the layer has other numbers and another flag.
 
     Args:
         weights: the names of the layer's weights.

@@ -20,7 +20,7 @@ WeightList = tuple[Tensor, ...]
 #: One operand of a GEMM: a tensor, or a weight of E tensors [N, K].
 Values = Tensor | WeightList
 
-#: What wgrad multiplies where it is not quantized, and what a tensor can be cast to.
+#: The dtypes in which wgrad multiplies rows that are not quantized, and to which formats cast.
 SIXTEEN_BITS = torch.bfloat16, torch.float16
 
 
@@ -201,7 +201,7 @@ class Format:
     """Which operand of which recipe it is, as errors name it; a recipe sets it."""
 
     def by_function(self, t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Operands:
-        """What :attr:`quantize` makes of rows or of a weight; a tensor stands for both layouts.
+        """The operands that :attr:`quantize` makes; a tensor stands for both layouts.
 
         Raises:
             RuntimeError: if it writes t in place, or returns what no GEMM multiplies.
@@ -235,7 +235,7 @@ class Format:
 
     @property
     def scale_options(self) -> dict[str, Any]:
-        """What quantizing ops take of it. Hot paths name both: a dict takes half a microsecond."""
+        """The options of quantizing ops. Hot paths name both: a dict takes half a microsecond."""
         return {"amax_epsilon": self.epsilon, "power_of_two_scales": self.power_of_two_scales}
 
     @property

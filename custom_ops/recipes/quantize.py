@@ -2,7 +2,7 @@
 
 A source is a tensor of rows, or what rows are computed from: tokens that are gathered, or gate and
 up. Where an op computes and quantizes in one pass it is called; its bits are those of two passes.
-A format of a user's own is always composed: the rows are computed, then its function is called.
+A user's function is always composed: the rows are computed, then its function is called.
 
 T rows or tokens, R rows sorted by expert, E groups, K features, H features of a token,
 F features inside an expert, G = 2 F for gate and up together.
@@ -60,7 +60,7 @@ class SwigluGradOf(NamedTuple):
     form: SwiGLU
 
 
-#: What an operand is made from.
+#: The source of an operand.
 Source = Tensor | Gathered | SwigluOf
 
 
@@ -69,18 +69,18 @@ class RowOperands(NamedTuple):
 
     operands: Operands
     rows: Tensor | None = None
-    """Of the rowwise operand."""
+    """The rows of the rowwise operand."""
     columnwise_rows: Tensor | None = None
-    """Of the columnwise one."""
+    """The rows of the columnwise operand."""
 
 
 class GradFormats(NamedTuple):
-    """What an expert's backward makes of an activation's gradient and of the weighted h."""
+    """How an expert's backward quantizes an activation's gradient and the weighted h."""
 
     grad_output: Format
     """The format of the gradient of the first layer's output."""
     layouts: Layouts
-    """What to return of that gradient."""
+    """The layouts of that gradient to return."""
     input: Format
     """The format of h, the second layer's input."""
     h_columnwise: bool
@@ -88,7 +88,7 @@ class GradFormats(NamedTuple):
 
 
 class SwigluGradOperands(NamedTuple):
-    """What an expert's backward takes from gate_up; :func:`grouped_linear.ops.swiglu_grad`."""
+    """The operands that an expert's backward makes by :func:`grouped_linear.ops.swiglu_grad`."""
 
     d_gate_up: Operands
     """For the first layer's dgrad and wgrad."""
@@ -185,7 +185,7 @@ def _in_scaled_format(t: Tensor, format: Format, offs_E: Tensor, layouts: Layout
 def quantize_for_gemms(
     source: Source, format: Format, offs_E: Tensor, layouts: Layouts, columns: int
 ) -> RowOperands:
-    """The same for GEMMs that can gather rows: tokens are then quantized once each.
+    """:func:`quantize` for GEMMs that can gather rows: tokens are then quantized once each.
 
     Args:
         source, format, offs_E: see :func:`quantize`.
@@ -220,7 +220,7 @@ def _for_gemms(
 
 
 def _unscaled_tokens(tokens_TH: Tensor, format: Format) -> Tensor | None:
-    """What a wgrad that gathers rows reads; None where it multiplies rows in another format."""
+    """Tokens for a wgrad that gathers rows; None where it multiplies them in another format."""
     if format.wgrad_dtype is not None:
         return tokens_TH.to(format.wgrad_dtype)
     plain = format.quantize is None and format.scaling is None and format.dtype is None
@@ -289,7 +289,7 @@ def quantize_swiglu_grad(
 def quantize_grads(
     grads: ops.SwigluGrad, offs_E: Tensor, formats: GradFormats
 ) -> SwigluGradOperands:
-    """The same for an activation's gradient that was computed before."""
+    """:func:`quantize_swiglu_grad` of an activation's gradient that was computed before."""
     grad_output, layouts, input, h_columnwise = formats
     d_gate_up_RG, h_RF, d_weight_R = grads
     d_gate_up, h = quantize(d_gate_up_RG, grad_output, offs_E, layouts), Operands(None)

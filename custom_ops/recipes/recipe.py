@@ -128,7 +128,7 @@ class Recipe:
 
 
 def _kind(format: Format, columnwise: bool = False) -> str | None:
-    """What a GEMM must know of an operand in a format; None where only the function knows."""
+    """The kind of an operand that a GEMM must know; None where only the function knows it."""
     if columnwise and format.wgrad_dtype is not None:
         return dtype_name(format.wgrad_dtype)
     if format.quantize is not None:
@@ -140,7 +140,7 @@ def _kind(format: Format, columnwise: bool = False) -> str | None:
     return "scales of blocks" if format.scaling == "block" else "scales of groups"
 
 
-#: What each GEMM multiplies.
+#: The left and the right operand of each GEMM.
 OPERANDS = {
     "fprop": ("input", "weight"),
     "dgrad": ("grad_output", "weight"),
@@ -149,7 +149,7 @@ OPERANDS = {
 
 
 def _disagree(recipe: str, gemm: str, left: str, right: str) -> str:
-    """What is said of operands that a GEMM cannot multiply."""
+    """The sentence about operands that a GEMM cannot multiply."""
     a, b = OPERANDS[gemm]
     return f"{recipe}: {gemm} cannot multiply {a} {left} and {b} {right}"
 

@@ -1,4 +1,4 @@
-"""What a watched layer counts of an operand, where its recipe's formats make it.
+"""The counts of a watched layer's operands, taken where its recipe's formats make them.
 
 T rows, E groups, K in_features, N out_features, F features inside an expert, G = 2 F.
 """
@@ -14,9 +14,9 @@ from grouped_linear.meta_kernels.watch import WATCH_COLUMNS
 from grouped_linear.recipes.format import Format, Layouts, Operands, WeightList
 from grouped_linear.recipes.quantize import Gathered, RowOperands, Source, SwigluGradOf, SwigluOf
 
-#: Thread blocks of each group: one alone takes longer than the layer has time for.
+#: Thread blocks per group. One thread block per group would be slower than the layer.
 PARTS = 4
-#: Where all rows are read.
+#: The number of rows that stands for all of them.
 ALL = 2**31 - 1
 
 
@@ -116,11 +116,11 @@ class WatchedOperand(NamedTuple):
 
 
 def _quantized(made: Operands, format: Format) -> tuple[Tensor | None, Tensor | None]:
-    """What the rowwise GEMM multiplies and its scales, where these differ from the numbers."""
+    """The rowwise operand and its scales, where they differ from the numbers; else None."""
     q, scale = made.rowwise, made.rowwise_scale
     as_it_is = format.scaling is None and format.dtype is None and format.quantize is None
     if as_it_is or not isinstance(q, Tensor) or q.dtype not in (*ACTIVATIONS, *FP8):
         return None, None
-    if scale is not None and scale.dtype != torch.float32:  # of a format of a user's own
+    if scale is not None and scale.dtype != torch.float32:  # by a user's function
         return None, None
     return q, scale

@@ -30,7 +30,7 @@ class QuantizedWeight(NamedTuple):
     scale: Tensor | None
     """The scales of ``values`` and of ``columnwise``."""
     columnwise: Tensor | None
-    """What :func:`weight_for_dgrad` takes: in FP8 [E, K, N], contiguous; under MXFP8 [E, N, K]."""
+    """For :func:`weight_for_dgrad`: in FP8 [E, K, N], contiguous; under MXFP8 [E, N, K]."""
 
     def each(self, op: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
         """Apply `op` to each tensor that is not None."""
@@ -111,7 +111,7 @@ def weight_for_dgrad(columnwise: Values, scale: Tensor | None, format: Format) -
     """The columnwise weight as [E, N, K], from the columnwise fields of :func:`quantize_weight`.
 
     FP8 data is [E, K, N] and is transposed now, in the backward. What the forward saves is then the
-    tensor itself. A view made in a compiled forward would have a version counter of its own, and an
+    tensor itself. A view made in a compiled forward would have another version counter, and an
     in-place write to the tensor would go unnoticed.
     """
     if format.quantize is None and format.scaling in ("block", "group", "delayed"):
