@@ -74,11 +74,13 @@ void launch_mxfp4(const Launch& launch, const GroupedGemm& gemm) {
   TensorMaps maps{map_a, map_b, map_a, map_scales, map_a, map_b};
   if (gemm.epilogue.aligned) maps.out = out_map<Gemm>(op, gemm.epilogue, shape.cols);
   Mxfp4LowRank<Gemm> low{};
+  std::optional<Tensor> low_a;
   if constexpr (low_rank) {
-    const Tensor low_a = tma_readable(*gemm.low.a, 1), &low_b = *gemm.low.b;
-    const int64_t r = low_a.size(1);
-    low.operands.a = tensor_map(op, low_a.data_ptr(), ScalarType::BFloat16, 2, {r, low_a.size(0)},
-                                {map_stride(low_a, 0, r)}, {kLine, Gemm::kTileM / 2}, true);
+    low_a = tma_readable(*gemm.low.a, 1);
+    const Tensor& low_b = *gemm.low.b;
+    const int64_t r = low_a->size(1);
+    low.operands.a = tensor_map(op, low_a->data_ptr(), ScalarType::BFloat16, 2, {r, low_a->size(0)},
+                                {map_stride(*low_a, 0, r)}, {kLine, Gemm::kTileM / 2}, true);
     low.operands.r = static_cast<int>(r);
     low.b = static_cast<const uint16_t*>(low_b.const_data_ptr());
     low.group_stride = low_b.stride(0), low.col_stride = low_b.stride(1),

@@ -36,6 +36,7 @@
 
 namespace grouped_linear::cuda::sm90 {
 
+// Of a thread of warpgroup 0, and what it leaves to a math thread of those that all have at first.
 constexpr int kMxfp4HelperRegisters = TmaProducer::kRegisters;
 template <typename Config>
 constexpr int kMxfp4MathRegisters =
@@ -342,7 +343,6 @@ template <typename Config>
 __device__ void multiply_tiles(SharedStorage<Config>& shared, const TensorMaps& maps,
                                const Mxfp4LowRank<Config>& low, const EpilogueArguments& epilogue,
                                const GemmShape& shape) {
-  using T = typename Config::A;
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128 - 1, 0);
   const uint32_t lane = kept(threadIdx.x % 32);
   const uint32_t first_empty = mapa(&shared.empty[0], lane % kClusterSize);
@@ -415,8 +415,8 @@ __device__ void multiply_tiles(SharedStorage<Config>& shared, const TensorMaps& 
         const int cols[] = {tile.col + weight.first_col(), tile.col + weight.second_col()};
 #pragma unroll 1
         for (int k = 0; k < low.operands.r; k += 16) {
-          uint32_t
-              fragment[4];  // elements 2 (lane % 4) and the next of two columns, then 8 further
+          // Of two columns elements 2 (lane % 4) and the next, then those 8 further on.
+          uint32_t fragment[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int at = k + i / 2 * 8 + static_cast<int>(lane) % 4 * 2, col = cols[i % 2];
