@@ -318,8 +318,8 @@ def check_point_to_point(rank: int, directory: Path) -> None:
         assert_same_bits(received, w)
     for receive in (dist.recv, dist.irecv):
         assert sentence(lambda receive=receive: receive(kept, other)) == (  # type: ignore[misc]
-            "GroupedTensorWithMaster: c10d.recv_.default writes a weight when nobody looks, and "
-            "its FP8 numbers would be old: receive in a plain tensor and copy_ that"
+            "GroupedTensorWithMaster: c10d.recv_.default ends when nothing shows it, and the FP8 "
+            "numbers would be old: receive in a plain tensor and copy_ that"
         )
     assert_same_bits(kept.dequantize(), w)
 

@@ -43,19 +43,19 @@ def read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     kept: dict[int, GroupedTensorWithMaster] = {}
     results: list[tuple[GroupedTensorWithMaster, Tensor]] = []
 
-    def numbers(t: GroupedTensorWithMaster) -> Tensor:
-        kept[id(t.own)] = t
-        return t.own
+    def plain(t: GroupedTensorWithMaster) -> Tensor:
+        kept[id(t.numbers)] = t
+        return t.numbers
 
     def result(t: GroupedTensorWithMaster) -> Tensor:  # a result of another shape would resize t
-        results.append((t, torch.empty_like(t.own)))
+        results.append((t, torch.empty_like(t.numbers)))
         kept[id(results[-1][1])] = t
         return results[-1][1]
 
     outs = {a.name for a in func._schema.arguments if a.is_out}
-    plain_args = tree_map_only(GroupedTensorWithMaster, numbers, args)
+    plain_args = tree_map_only(GroupedTensorWithMaster, plain, args)
     plain_kwargs = {
-        name: tree_map_only(GroupedTensorWithMaster, result if name in outs else numbers, value)
+        name: tree_map_only(GroupedTensorWithMaster, result if name in outs else plain, value)
         for name, value in kwargs.items()
     }
     given = {id(t) for t in tree_leaves((plain_args, plain_kwargs)) if isinstance(t, Tensor)}
@@ -71,7 +71,7 @@ def read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
                     f"{list(t.shape)}, whose shape does not change"
                 )
         for t, computed in results:
-            t.own.copy_(computed)
+            t.numbers.copy_(computed)
     finally:
         try:
             for t in changed:
@@ -87,7 +87,7 @@ def read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return kept[id(leaf)]
         if id(leaf) not in given:
             for t in kept.values():
-                if torch._C._is_alias_of(leaf, t.own):  # type: ignore[attr-defined]
+                if torch._C._is_alias_of(leaf, t.numbers):  # type: ignore[attr-defined]
                     return _view_of(t, leaf)
         return leaf
 
@@ -105,7 +105,7 @@ def _check_can_be_seen(func: Any) -> None:
         )
     if "c10d" in func.namespace and any(name in str(func) for name in ("recv", "p2p")):
         raise RuntimeError(
-            f"GroupedTensorWithMaster: {func} writes a weight when nobody looks, and its FP8 "
+            f"GroupedTensorWithMaster: {func} ends when nothing shows it, and the FP8 "
             "numbers would be old: receive in a plain tensor and copy_ that"
         )
 
@@ -134,32 +134,32 @@ def _sends(func: Any) -> bool:
     return bool(func is torch.ops.c10d.send.default)
 
 
-def _view_of(t: GroupedTensorWithMaster, own: Tensor) -> GroupedTensorWithMaster:
+def _view_of(t: GroupedTensorWithMaster, numbers: Tensor) -> GroupedTensorWithMaster:
     """A view of t's numbers, with the quantized numbers of the experts that it lies in."""
     if t.recipe.weight.quantize is not None:  # which need not have one part for each expert
-        return of_parts(t.master, t.parts, t.recipe, own, t.has_memory)
+        return of_parts(t.master, t.parts, t.recipe, numbers, t.has_memory)
     master, parts = whole = t.whole or (t.master, t.parts)
-    experts = _experts_of(master, own)
+    experts = _experts_of(master, numbers)
     with views_of(t):
         if experts is not ...:
             master, parts = master[experts], parts.each(lambda part: part[experts])
-        out = of_parts(master, parts, t.recipe, own, t.has_memory)
+        out = of_parts(master, parts, t.recipe, numbers, t.has_memory)
     if experts is not ...:
         out.whole = whole
     return out
 
 
-def _experts_of(master: Tensor, own: Tensor) -> Any:
+def _experts_of(master: Tensor, numbers: Tensor) -> Any:
     """The index of the experts that a view of a weight lies in; ``...`` for all of it."""
-    if master.dim() == 2 or own.numel() == 0 or own.itemsize != master.itemsize:
+    if master.dim() == 2 or numbers.numel() == 0 or numbers.itemsize != master.itemsize:
         return ...
     E, N, K = master.shape
-    begin = int(own.storage_offset() - master.storage_offset())
-    end = begin + sum((n - 1) * by for n, by in zip(own.shape, own.stride(), strict=True))
+    begin = int(numbers.storage_offset() - master.storage_offset())
+    end = begin + sum((n - 1) * by for n, by in zip(numbers.shape, numbers.stride(), strict=True))
     first, last = begin // (N * K), int(end) // (N * K)
     if first < 0 or last >= E:  # as_strided leaves the weight
         return ...
-    if first == last and own.shape == (N, K):
+    if first == last and numbers.shape == (N, K):
         return first
     return ... if (first, last) == (0, E - 1) else slice(first, last + 1)
 
@@ -178,9 +178,9 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy; of what a state dict has, as a plain tensor."""
     t = args[0]
     if not t.is_whole or t.has_memory:
-        return func(t.own, **kwargs)
+        return func(t.numbers, **kwargs)
     parts = t.parts.each(lambda part: part.clone())
-    master = func(t.own, memory_format=torch.contiguous_format)
+    master = func(t.numbers, memory_format=torch.contiguous_format)
     return of_parts(master, parts, t.recipe)
 
 
@@ -192,9 +192,9 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     t, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     if not t.is_whole or t.has_memory or dtype not in ACTIVATIONS:
-        return func(t.own, *args[1:], **kwargs)
+        return func(t.numbers, *args[1:], **kwargs)
     to = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
-    master = func(t.own, dtype=dtype, **to)
+    master = func(t.numbers, dtype=dtype, **to)
     if dtype != t.dtype:
         return t.of(master)
     parts = t.parts.each(lambda part: func(part, **to))
@@ -208,23 +208,23 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     That is in nn.Module.to_empty, and in distribute_tensor, which receives in it.
     """
     t = args[0]
-    if t.is_part and t.own.is_contiguous() and kwargs.get("dtype") in (None, t.dtype):
-        return t.of(func(t.own, **kwargs).zero_())
+    if t.is_part and t.numbers.is_contiguous() and kwargs.get("dtype") in (None, t.dtype):
+        return t.of(func(t.numbers, **kwargs).zero_())
     device = torch.device(kwargs.get("device") or t.device)
     if not (t.is_meta and device.type != "meta" and t.is_whole):
-        return func(t.own, **kwargs)
+        return func(t.numbers, **kwargs)
     parts = t.parts.each(lambda part: torch.empty_like(part, device=device))
     for part in parts:  # NaN until the weight is drawn or loaded
         if part is not None and part.dtype == torch.float32:
             part.fill_(torch.nan)
-    return of_parts(func(t.own, **kwargs), parts, t.recipe)
+    return of_parts(func(t.numbers, **kwargs), parts, t.recipe)
 
 
 @handles(aten.new_zeros.default)
 def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of this class if only E differs: FSDP2 allocates a shard this way."""
     t, size = args[:2]
-    zeros = func(t.own, size, **kwargs)
+    zeros = func(t.numbers, size, **kwargs)
     alike = t.is_whole and zeros.dim() == t.dim() == 3 and zeros.shape[1:] == t.shape[1:]
     return t.of(zeros, columnwise=False) if alike and zeros.dtype in ACTIVATIONS else zeros
 
@@ -247,9 +247,9 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     to, source = args[:2]
     if type(getattr(to, "q", None)) in (Tensor, type(None)) or not _alike(to, source):
         return read_or_write(func, args, kwargs)
-    for own, other in zip((to.own, *to.parts), (source.own, *source.parts), strict=True):
-        if own is not None:
-            func(own, other, *args[2:], **kwargs)
+    for part, other in zip((to.numbers, *to.parts), (source.numbers, *source.parts), strict=True):
+        if part is not None:
+            func(part, other, *args[2:], **kwargs)
     return to
 
 

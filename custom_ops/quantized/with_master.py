@@ -35,7 +35,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}
 
 #: The tensors that it holds. Q and scale come first, as GEMMs read them.
-_TENSORS = ("q", "scale", "q_t", "master", "own")
+_TENSORS = ("q", "scale", "q_t", "master", "numbers")
 _OWN_ATTRIBUTES = (*_TENSORS, "recipe", "has_memory", "whole", "is_part")
 
 
@@ -70,7 +70,7 @@ class GroupedTensorWithMaster(Tensor):
     """
 
     master: Tensor
-    own: Tensor
+    numbers: Tensor  # in high precision: master, or a view of it
     q: Tensor
     scale: Tensor
     q_t: Tensor | None
@@ -111,27 +111,27 @@ class GroupedTensorWithMaster(Tensor):
         master: Tensor,
         parts: QuantizedWeight,
         recipe: Recipe,
-        own: Tensor | None = None,
+        numbers: Tensor | None = None,
         has_memory: bool = False,
     ) -> "GroupedTensorWithMaster":
-        """A master and the FP8 numbers of it; ``own`` is the view of it that this tensor is."""
-        own = master if own is None else own
+        """A master, its FP8 numbers, and the view of it that this tensor is, ``numbers``."""
+        numbers = master if numbers is None else numbers
         t: GroupedTensorWithMaster
         if has_memory:
-            t = Tensor._make_subclass(cls, own)
+            t = Tensor._make_subclass(cls, numbers)
         else:
             t = Tensor._make_wrapper_subclass(
                 cls,
-                own.shape,
-                strides=own.stride(),
-                storage_offset=own.storage_offset(),
-                dtype=own.dtype,
-                device=own.device,
+                numbers.shape,
+                strides=numbers.stride(),
+                storage_offset=numbers.storage_offset(),
+                dtype=numbers.dtype,
+                device=numbers.device,
             )
             # Code that reads memory directly, as collectives of lists do, then raises.
             torch._C._set_throw_on_mutable_data_ptr(t)
         t.q, t.scale, t.q_t = parts  # type: ignore[assignment]
-        t.master, t.own, t.recipe, t.has_memory = master, own, recipe, has_memory
+        t.master, t.numbers, t.recipe, t.has_memory = master, numbers, recipe, has_memory
         return t
 
     @classmethod
@@ -233,13 +233,13 @@ class GroupedTensorWithMaster(Tensor):
         A write to it is a write to this tensor. Pickles and copies of it are plain tensors.
         """
         with views_of(self):
-            parts, own = self.parts.each(aten.alias), aten.alias(self.own)
-        has_memory = type(self.own) is Tensor
-        return self._of_parts(self.master, parts, self.recipe, own, has_memory)
+            parts, numbers = self.parts.each(aten.alias), aten.alias(self.numbers)
+        has_memory = type(self.numbers) is Tensor
+        return self._of_parts(self.master, parts, self.recipe, numbers, has_memory)
 
     def __repr__(self) -> str:  # type: ignore[override]
         if not self.is_whole:
-            return repr(self.own)
+            return repr(self.numbers)
         return (
             f"GroupedTensorWithMaster(shape={list(self.shape)}, dtype={self.dtype}, "
             f"device='{self.device}')"
@@ -292,15 +292,15 @@ class GroupedTensorWithMaster(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """A copy of the high-precision numbers: nothing shows what is written to an array."""
-        return self.own.clone().requires_grad_(self.requires_grad).numpy(force=force)
+        return self.numbers.clone().requires_grad_(self.requires_grad).numpy(force=force)
 
     def tolist(self) -> list[Any]:
         """The high-precision numbers."""
-        return self.own.tolist()
+        return self.numbers.tolist()
 
     def data_ptr(self) -> int:
         """The address of the high-precision numbers. Call :meth:`refresh_` after a write there."""
-        return self.own.data_ptr()
+        return self.numbers.data_ptr()
 
     def share_memory_(self) -> "GroupedTensorWithMaster":
         """Raise RuntimeError: another process would not see the FP8 numbers change."""
@@ -314,7 +314,7 @@ class GroupedTensorWithMaster(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Recipe]:
         parts = zip(("q", "scale", "q_t"), self.parts, strict=True)
         names = [name for name, part in parts if part is not None]
-        return [*names, "master", *([] if self.is_whole else ["own"])], self.recipe
+        return [*names, "master", *([] if self.is_whole else ["numbers"])], self.recipe
 
     @staticmethod
     def __tensor_unflatten__(
@@ -322,7 +322,7 @@ class GroupedTensorWithMaster(Tensor):
     ) -> "GroupedTensorWithMaster":
         quantized = QuantizedWeight(parts["q"], parts.get("scale"), parts.get("q_t"))
         make = GroupedTensorWithMaster._of_parts
-        return make(parts["master"], quantized, recipe, parts.get("own"))
+        return make(parts["master"], quantized, recipe, parts.get("numbers"))
 
     def _stable_hash_for_caching(self) -> str:
         """What a compiled graph depends on, for torch's cache of graphs."""
@@ -330,16 +330,16 @@ class GroupedTensorWithMaster(Tensor):
         parts = [getattr(self, name) for name in names]
         layouts = [(tuple(part.shape), part.stride(), part.storage_offset()) for part in parts]
         cls = type(recipe)  # a recipe prints a name that two classes may have
-        own = tuple(self.shape), self.dtype, self.device, self.requires_grad
-        facts = (names, recipe, cls.__module__, cls.__qualname__, layouts, own)
+        tensor = tuple(self.shape), self.dtype, self.device, self.requires_grad
+        facts = (names, recipe, cls.__module__, cls.__qualname__, layouts, tensor)
         return hashlib.blake2b(repr(facts).encode()).hexdigest()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GroupedTensorWithMaster":
         """Copies share memory where the tensors do, as torch has it."""
         if not self.is_leaf:
             super().__deepcopy__(memo)  # which refuses
-        parts, master, own = copy.deepcopy((self.parts, self.master, self.own), memo)
-        view = None if self.is_whole else own
+        parts, master, numbers = copy.deepcopy((self.parts, self.master, self.numbers), memo)
+        view = None if self.is_whole else numbers
         twin = self._of_parts(master, parts, self.recipe, view, self.has_memory)
         memo[id(self)] = twin
         vars(twin).update(copy.deepcopy(self._attributes(), memo))
@@ -353,7 +353,7 @@ class GroupedTensorWithMaster(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if not (isinstance(self, nn.Parameter) and self.is_whole):
-            return self.own.detach().__reduce_ex__(protocol)
+            return self.numbers.detach().__reduce_ex__(protocol)
         state = {
             "master": self.master,  # q, scale and q_t are made again from it: half the file
             "columnwise": self.q_t is not None,
@@ -380,7 +380,7 @@ class GroupedTensorWithMaster(Tensor):
         only (torch 2.13), so the scales go as metadata. ValueError if experts do not divide evenly
         among the processes.
         """
-        numbers = self.own.to(mp_policy.param_dtype or self.dtype)
+        numbers = self.numbers.to(mp_policy.param_dtype or self.dtype)
         if self.recipe.weight.quantize is not None:
             return (numbers,), None
         if outer_size[0] % mesh.size():
@@ -388,7 +388,7 @@ class GroupedTensorWithMaster(Tensor):
                 "GroupedTensorWithMaster: FSDP needs as many experts on every process, "
                 f"got {outer_size[0]} for {mesh.size()} processes"
             )
-        quantized = self if numbers is self.own else self.of(numbers, False)
+        quantized = self if numbers is self.numbers else self.of(numbers, False)
         q, scale = quantized.q, quantized.scale
         return ((q,), scale) if mesh.size() == 1 else ((q, scale), None)
 
