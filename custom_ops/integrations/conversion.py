@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import E4M3, dtype_name
+from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import local_part
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
@@ -35,7 +36,7 @@ class KeptWeights(NamedTuple):
     """Experts' weights that are kept alike."""
 
     kind: str
-    """``"FP8"``, ``"both precisions"``, or the dtype of plain tensors."""
+    """``"FP8"``, ``"MXFP4"``, ``"both precisions"``, or the dtype of plain tensors."""
     nbytes: int
     """On this process."""
     note: str = ""
@@ -102,7 +103,7 @@ def _pattern(name: str) -> str:
 def kept_weights(modules: Sequence[nn.Module], recipe: Recipe | None) -> tuple[KeptWeights, ...]:
     """How the weights [E, N, K] in these modules are kept, the most bytes first."""
     weights = {
-        id(p): p
+        id(p): (p, _kind_of(module, name))
         for module in modules
         for name, p in module.named_parameters()
         if p.dim() == 3 and not name.endswith(SCALE)
@@ -115,9 +116,8 @@ def kept_weights(modules: Sequence[nn.Module], recipe: Recipe | None) -> tuple[K
     }
     alike: dict[tuple[str, torch.dtype, bool | None], list[tuple[Tensor, int]]] = {}
     quantizes = isinstance(recipe, (Float8BlockScaling, Float8CurrentScaling))
-    for p in weights.values():
+    for p, kind in weights.values():
         w = local_part(p)
-        kind = _kind_of(w)
         each_call = quantizes and kind == dtype_name(w.dtype)
         alike.setdefault((kind, w.dtype, p.requires_grad if each_call else None), []).append(
             (w, w.nbytes + scales.get(id(p), 0))
@@ -136,16 +136,30 @@ def kept_weights(modules: Sequence[nn.Module], recipe: Recipe | None) -> tuple[K
     return tuple(sorted(kept, key=lambda one: -one.nbytes))
 
 
-def how_kept(w: Tensor) -> str:
-    """The end of :attr:`ConvertedExperts.path`, by one of the weights."""
-    kind = _kind_of(local_part(w))
+def how_kept(module: nn.Module, name: str) -> str:
+    """The end of :attr:`ConvertedExperts.path`, by one of a module's weights."""
+    kind, w = _kind_of(module, name), module.get_parameter(name)
     loaded = " as loaded" if w.dtype == E4M3 else ""
     return "" if kind == dtype_name(w.dtype) else f", weights in {kind}{loaded}"
 
 
-def _kind_of(w: Tensor) -> str:
+def num_parameters(module: nn.Module) -> int:
+    """Of a module, whatever their numbers are stored in."""
+    frozen = module._frozen if isinstance(module, KeepsFrozen) else {}
+    return sum(
+        p.numel() * (frozen[name].storage.per_entry if name in frozen else 1)
+        for name, p in module.named_parameters()
+        if not name.endswith(SCALE)
+    )
+
+
+def _kind_of(module: nn.Module, name: str) -> str:
+    w = local_part(module.get_parameter(name))
+    frozen = module._frozen.get(name) if isinstance(module, KeepsFrozen) else None
     if isinstance(w, GroupedTensorWithMaster):
         return "both precisions"
+    if frozen is not None:
+        return frozen.weights.upper()
     return "FP8" if w.dtype.itemsize == 1 else dtype_name(w.dtype)
 
 

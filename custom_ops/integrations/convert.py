@@ -15,6 +15,7 @@ from grouped_linear.integrations.conversion import (
     how_kept,
     kept_weights,
     lines_of,
+    num_parameters,
 )
 from grouped_linear.integrations.converted_class import is_converted
 from grouped_linear.integrations.experts import Experts, experts_of
@@ -22,7 +23,6 @@ from grouped_linear.integrations.look_alikes import look_alikes
 from grouped_linear.integrations.request import Replaced, Request, warn_of_others_that_hold
 from grouped_linear.integrations.wrappers import adapted
 from grouped_linear.nn.checks import check_flags, check_recipe
-from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import Weights, check_weights_kept
 from grouped_linear.recipes import Float8BlockScaling, Recipe
 
@@ -190,9 +190,9 @@ def _report(model: nn.Module, names: Collection[str], request: Request) -> Conve
         experts = experts_of(module)
         assert experts is not None
         path = "grouped_linear" if experts.library == "torchtitan" else "experts implementation"
-        path += how_kept(module.get_parameter(experts.weights[0]))
+        path += how_kept(module, experts.weights[0])
         path += ", with adapters" if module in has_adapters else ""
-        size = sum(p.numel() for n, p in module.named_parameters() if not n.endswith(SCALE))
+        size = num_parameters(module)
         converted.append(ConvertedExperts(name, experts.form, experts.num_experts, size, path))
     return Conversion(
         request.recipe,

@@ -27,7 +27,7 @@ from grouped_linear.nn.lora import LoraWeights
 from grouped_linear.nn.projection import ProjectionArguments
 from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.weight import stored_weight
+from grouped_linear.quantized.weight import check_weights_kept, stored_weight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
@@ -125,15 +125,21 @@ def recipe_of(experts: Any, recipe: Recipe | None) -> Recipe | None:
 
 def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, StoredWeight | None]:
     """A weight as [E, N, K], and where it is quantized already what GEMMs read."""
-    if is_in_fp8(experts):  # a backward transposes it for itself
+    in_mxfp4 = is_in_mxfp4(experts)
+    if in_mxfp4 or is_in_fp8(experts):
         if is_parametrized(experts):
             raise ValueError(
-                "grouped_linear: experts in FP8 are parametrized, which leaves scales out. PEFT's "
-                "adapters do so: call "
+                f"grouped_linear: experts in {'MXFP4' if in_mxfp4 else 'FP8'} are parametrized, "
+                "which leaves scales out. PEFT's adapters do so: call "
                 "grouped_linear.integrations.peft.use_grouped_adapters(model)"
+                + (", and before for_packed_experts(config)" if in_mxfp4 else "")
             )
+        if in_mxfp4:
+            check_weights_kept("grouped_linear", recipe, "mxfp4")
+            packed = experts.frozen_weight(name)
+            return packed.stand_in, StoredWeight(packed)
         check_recipe_reads_fp8("grouped_linear", recipe)
-        kept = weight_in_fp8("grouped_linear", experts, name)
+        kept = weight_in_fp8("grouped_linear", experts, name)  # a backward transposes it for itself
         return kept.values, StoredWeight(kept)
     stored: Tensor = getattr(experts, name)
     if not experts.is_transposed:
@@ -155,11 +161,18 @@ def is_in_fp8(experts: Any) -> bool:
 
     As transformers loads a checkpoint in FP8, or as ``convert(weights="fp8")`` keeps them.
     """
-    return weight_names(experts)[1] + SCALE in experts._parameters
+    has_scales = weight_names(experts)[1] + SCALE in experts._parameters
+    return has_scales and not is_in_mxfp4(experts)
+
+
+def is_in_mxfp4(experts: Any) -> bool:
+    """Whether weights are in MXFP4, as :mod:`grouped_linear.integrations.mxfp4` loads them."""
+    frozen = experts._frozen if isinstance(experts, KeepsFrozen) else {}
+    return any(one.weights == "mxfp4" for one in frozen.values())
 
 
 def is_frozen(experts: Any) -> bool:
-    """Whether ``convert(weights="fp8")`` keeps these weights."""
+    """Whether weights are frozen in few bits, by ``convert(weights="fp8")`` or as loaded."""
     return isinstance(experts, KeepsFrozen) and bool(experts._frozen)
 
 

@@ -19,6 +19,7 @@ from grouped_linear.integrations.experts_forward import (
     check_recipe_reads_fp8,
     is_frozen,
     is_in_fp8,
+    is_in_mxfp4,
     set_own_recipe,
     weight_in_fp8,
     weight_names,
@@ -36,7 +37,13 @@ from grouped_linear.integrations.request import (
     where_in,
 )
 from grouped_linear.integrations.wrappers import adapted
-from grouped_linear.quantized.weight import is_by_experts, is_dtensor, keep_weight, local_part
+from grouped_linear.quantized.weight import (
+    check_weights_kept,
+    is_by_experts,
+    is_dtensor,
+    keep_weight,
+    local_part,
+)
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Recipe
 
@@ -55,6 +62,11 @@ def check(model: nn.Module, experts: Mapping[str, Any], request: Request) -> Non
         where, of_module = where_in(name, module), request.of(name)
         check_stateless("convert", of_module.recipe)
         _check(where, module, of_module.recipe, request.save_gate_up_in_fp8)
+        if of_module.weights is not None and is_in_mxfp4(module):
+            raise ValueError(
+                f"{where}: the weights are in MXFP4 and stay so: leave weights out, or load the "
+                "checkpoint with Mxfp4Config(dequantize=True)"
+            )
         if of_module.weights is not None:
             check_replaceable(where, module, weight_names(module))
         if of_module.weights == "both" and not is_in_fp8(module):
@@ -98,7 +110,7 @@ def _freeze(experts: Any, recipe: Recipe) -> Replaced:
     """Freeze the weights in FP8: those of a checkpoint in FP8 in the memory that they have."""
     loaded = isinstance(experts, FP8Experts)
     replaced = list[Any]()
-    _save_by_parts(experts)
+    save_by_parts(experts)
     for name in weight_names(experts):
         w: Any = experts.get_parameter(name)
         dtype = w.dtype
@@ -117,11 +129,11 @@ def _keep_both(experts: Any, recipe: Recipe) -> Replaced:
         w = getattr(experts, name)
         if not isinstance(w, GroupedTensorWithMaster) or w.recipe.weight != recipe.weight:
             replaced += replace_parameter(experts, name, keep_weight(w.detach(), "both", recipe))
-    _save_by_parts(experts)
+    save_by_parts(experts)
     return replaced
 
 
-def _save_by_parts(experts: Any) -> None:
+def save_by_parts(experts: Any) -> None:
     """Prepare experts for state dicts of quantized weights."""
     if not is_converted(experts):
         convert_class(experts, _members, type(experts))
@@ -134,7 +146,7 @@ def _members(before: type[nn.Module]) -> dict[str, Any]:
         name = self.config._experts_implementation
         if is_frozen(self) and Implementation.of(name) is None:
             raise ValueError(
-                f"{before.__name__}: the weights are in FP8, and the experts implementation "
+                f"{before.__name__}: the weights are in few bits, and the experts implementation "
                 f"{name!r} would read their bytes: call convert again, which chooses another"
             )
         return before.forward(self, *args, **kwargs)
@@ -171,7 +183,7 @@ def _check_can_freeze(where: str, experts: Any, model: nn.Module) -> None:
         raise ValueError(
             f"{where}: weights='fp8' is for experts without biases that are stored as [E, "
             "out_features, in_features], as checkpoints in FP8 have them. GPT-OSS is published in "
-            "MXFP4, and weights='mxfp4' is planned: for now use weights=None or 'both'"
+            "MXFP4: load it with grouped_linear.integrations.mxfp4, or use weights=None or 'both'"
         )
     for name in weight_names(experts):
         w = getattr(experts, name)
@@ -203,6 +215,11 @@ def _check(where: str, experts: Any, recipe: Recipe | None, save_gate_up_in_fp8:
             f"{where}: transformers' deepgemm_megamoe has rearranged the weights: load the model "
             "with another experts_implementation"
         )
+    if is_in_mxfp4(experts):
+        check_weights_kept(where, recipe, "mxfp4")
+        for name in weight_names(experts):
+            check_sizes(where, name, list(experts.weight_shape(name)))
+        return
     if not is_in_fp8(experts):
         check_weights(where, ((name, getattr(experts, name)) for name in weight_names(experts)))
         return

@@ -17,17 +17,18 @@ from peft.tuners.lora import layer as lora
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grouped_linear.integrations.converted_class import class_before
 from grouped_linear.integrations.experts import goes_through_interface
-from grouped_linear.integrations.experts_forward import weight_names
+from grouped_linear.integrations.experts_forward import is_in_mxfp4, weight_names
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.nn.lora import MAX_RANK, Lora, LoraWeights
 from grouped_linear.quantized.weight import is_dtensor
 
-__all__ = ["use_grouped_adapters"]
+__all__ = ["for_packed_experts", "use_grouped_adapters"]
 
 OLDEST_PEFT = (0, 21)  # older ones lay the factors of stacked experts out in another way
 if tuple(map(int, peft.__version__.split(".")[:2])) < OLDEST_PEFT:
@@ -97,6 +98,27 @@ def use_grouped_adapters(model: nn.Module, *, dropout: float | None = None) -> t
     return tuple(found)
 
 
+def for_packed_experts(config: lora.LoraConfig) -> lora.LoraConfig:
+    """Prepare PEFT's configuration for a model whose experts are in MXFP4.
+
+    PEFT reads an adapter's sizes off the weight, and a byte of MXFP4 holds two numbers. This names
+    another class for adapters on experts, by the method for custom modules that PEFT documents.
+    Names, shapes and files are those of adapters on the same model in 16 bits. Give the result to
+    ``get_peft_model``, then call :func:`use_grouped_adapters`. Adapters of a file need it, too::
+
+        config = for_packed_experts(LoraConfig.from_pretrained(path))
+        model = PeftModel.from_pretrained(model, path, config=config)
+
+    Args:
+        config: with ``target_parameters`` on experts. It is changed and returned.
+
+    >>> from peft import LoraConfig
+    >>> config = for_packed_experts(LoraConfig(target_parameters=["mlp.experts.down_proj"]))
+    """
+    config._register_custom_module({GptOssExperts: ParamWrapper})
+    return config
+
+
 def check_adapters(op: str, model: nn.Module) -> None:
     """Raise ValueError for adapters on experts that cannot be grouped; ``op`` begins it."""
     for name, wrapper in _wrappers_of_experts(model):
@@ -158,6 +180,11 @@ def _check(where: str, wrapper: Any) -> None:
             f"{where} is sharded, and its adapters are not: use adapters before the model is "
             "sharded by FSDP2, and without DistributedConfig"
         )
+    if is_in_mxfp4(experts) and not isinstance(wrapper, ParamWrapper):
+        raise ValueError(
+            f"{where} is in MXFP4, and PEFT reads the adapter's sizes off its bytes: give "
+            "get_peft_model for_packed_experts(config)"
+        )
     for adapter in wrapper.lora_A:
         for factor in (wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight):
             if factor.dtype not in ACTIVATIONS:
@@ -217,6 +244,15 @@ class ParamWrapper(lora.ParamWrapper):
 
     It has the name of PEFT's class, by which PEFT knows it.
     """
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        """The sizes of a weight in MXFP4, which its bytes do not have; PEFT asks this."""
+        sizes: tuple[int, int] = super()._get_in_out_features(module)
+        experts = self.get_base_layer()
+        if is_in_mxfp4(experts):  # PEFT exchanges the two of weights [E, N, K]
+            _, N, K = experts.weight_shape(self.parameter_name)
+            return N, K
+        return sizes
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The experts' forward, with the active adapters as an argument.
@@ -293,7 +329,9 @@ def _check_merge(where: str, layer: Any) -> None:
             f"{where} is sharded: save the adapter, and merge it in a model that is not"
         )
     if w.element_size() == 1:
+        is_mxfp4 = goes_through_interface(base) and is_in_mxfp4(base)
+        format, config = ("MXFP4", "Mxfp4") if is_mxfp4 else ("FP8", "FineGrainedFP8")
         raise ValueError(
-            f"{where} is in FP8 and stays as it is: keep the adapter beside it, or merge it in the "
-            "model in 16 bits (a checkpoint in FP8: FineGrainedFP8Config(dequantize=True))"
+            f"{where} is in {format} and stays as it is: keep the adapter beside it, or merge it "
+            f"in the model in 16 bits (a checkpoint in {format}: {config}Config(dequantize=True))"
         )

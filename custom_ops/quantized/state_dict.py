@@ -38,8 +38,8 @@ def as_master(own: Any, w: Tensor) -> Tensor:
 
 
 def sent_as_bytes(q: Any) -> Any:
-    """A DTensor of e4m3 numbers whose parts are gathered as bytes on CPUs."""
-    if not is_dtensor(q) or q.device.type != "cpu":
+    """A DTensor whose e4m3 numbers are gathered as bytes on CPUs; any other as it is."""
+    if not is_dtensor(q) or q.dtype != E4M3 or q.device.type != "cpu":
         return q
     dtensor: Any = type(q)
     cls = _class_sent_as_bytes(dtensor)

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 from grouped_linear import Float8BlockScaling, convert
+from support.compare import assert_same_bits
 from support.devices import HAS_GPU, needs_two_gpus
+from support.gpt_oss import packed, write_checkpoint
 from support.processes import PROCESSES, Checks, Passes, device
 
 pytest.importorskip("accelerate")
@@ -158,6 +161,29 @@ def check_fp8_checkpoint(rank: int, directory: Path) -> None:
     compare_logits(load(saved, name, **SHARED, **EP), expected)
 
 
+def check_mxfp4_checkpoint(rank: int, directory: Path) -> None:
+    """GPT-OSS: whole experts on each process, or packed bytes that FSDP2 gathers; saved again."""
+    source = directory / "gpt_oss"
+    if rank == 0:
+        write_checkpoint(source)
+    dist.barrier()
+    tokens = ids()
+    with torch.no_grad():
+        expected = packed(source).to(device())(input_ids=tokens).logits
+    for way in ({**SHARED, **EP}, FSDP):
+        model = packed(source, distributed_config=DistributedConfig(**way))
+        with torch.no_grad():
+            logits = model(input_ids=tokens).logits
+        assert (logits - expected).norm() < 2e-2 * expected.norm()
+        saved = directory / f"saved_{len(way)}"
+        model.save_pretrained(saved)
+        dist.barrier()
+        files = load_file(saved / "model.safetensors"), load_file(source / "model.safetensors")
+        assert files[0].keys() == files[1].keys()
+        for name, t in files[1].items():
+            assert_same_bits(files[0][name], t)
+
+
 def compare_logits(model: Any, expected: Tensor) -> None:
     with torch.no_grad():
         logits = model(input_ids=ids()).logits
@@ -181,6 +207,7 @@ CHECKS: Checks = {
     "own_dispatch": check_own_dispatch,
     "convert": check_convert,
     "fp8_checkpoint": check_fp8_checkpoint,
+    "mxfp4_checkpoint": check_mxfp4_checkpoint,
     "refused": check_refused,
 }
 

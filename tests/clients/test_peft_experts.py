@@ -26,6 +26,7 @@ from grouped_linear.quantized.frozen import dequantize_blocks
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_bits, bits
 from support.documents import ROOT, examples
+from support.gpt_oss import write_checkpoint
 
 pytest.importorskip("peft")
 import peft
@@ -573,9 +574,10 @@ def test_trainer(dataset: Any, tmp_path: Path) -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-3)
 
 
-def test_the_documentation() -> None:
+def test_the_documentation(tmp_path: Path) -> None:
     """Its examples, which need PEFT."""
+    tiny = str(write_checkpoint(tmp_path / "gpt_oss"))
     assert doctest.testmod(grouped_linear.integrations.peft).failed == 0
     names: dict[str, Any] = {}
     for example in examples((ROOT / "docs" / "fine_tuning.md").read_text()):
-        exec(example, names)
+        exec(example.replace("openai/gpt-oss-20b", tiny), names)

@@ -1,0 +1,160 @@
+"""GPT-OSS's checkpoints as they are published: the bytes of the files are the parameters.
+
+transformers' own quantizer of the method ``mxfp4`` dequantizes on CPUs and without the package
+``kernels``, and refuses to train. This module registers another quantizer with transformers' public
+hooks, under a method name of its own; :func:`mxfp4_config` gives a checkpoint's configuration that
+name. Saved configurations say ``mxfp4`` again, so files stay those that everybody reads.
+
+E experts, K in_features, N out_features of a weight.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.quantization_config import Mxfp4Config
+
+from grouped_linear.integrations.convert import convert
+from grouped_linear.integrations.hugging_face import save_by_parts
+from grouped_linear.meta_kernels.rules import MX_BLOCK, ceil_div
+from grouped_linear.quantized.state_dict import SCALE
+
+__all__ = ["mxfp4_config"]
+
+_METHOD = "grouped_linear_mxfp4"
+_WEIGHTS = "gate_up_proj", "down_proj"
+
+
+def mxfp4_config(path: str, **kwargs: Any) -> Any:
+    """Read the configuration of a GPT-OSS checkpoint, for a model that keeps experts in MXFP4.
+
+    Give it to ``from_pretrained``::
+
+        model = AutoModelForCausalLM.from_pretrained(path, config=mxfp4_config(path))
+
+    The experts' codes and scales then are the model's parameters, as :func:`grouped_linear.convert`
+    keeps frozen weights: 4.25 bits a number, on CPUs and GPUs, without the package ``kernels``.
+    Nothing is dequantized, at loading or later. The model is converted with the recipe None, and
+    ``convert(model, recipe)`` chooses another: ``Float8BlockScaling`` or ``MXFP8BlockScaling``. It
+    generates and trains adapters, and ``save_pretrained`` writes the blocks and scales of the
+    checkpoint bit for bit. PEFT's configuration goes through
+    :func:`grouped_linear.integrations.peft.for_packed_experts`.
+
+    Args:
+        path: a folder, or a repository's name, as ``AutoConfig.from_pretrained`` takes it.
+        kwargs: of ``AutoConfig.from_pretrained``.
+
+    Returns:
+        The configuration, for one or more calls of ``from_pretrained``.
+
+    Raises:
+        ValueError: for a checkpoint that is not in MXFP4.
+    """
+    config = AutoConfig.from_pretrained(path, **kwargs)
+    described = getattr(config, "quantization_config", None) or {}
+    if described.get("quant_method") != "mxfp4":
+        raise ValueError(
+            f"mxfp4_config: {path} is not in MXFP4, its quantization_config says "
+            f"{described.get('quant_method')!r}: load it without this configuration"
+        )
+    config.quantization_config = {**described, "quant_method": _METHOD}
+    return config
+
+
+@register_quantization_config(_METHOD)
+class PackedMxfp4Config(Mxfp4Config):
+    """transformers' Mxfp4Config, which chooses the quantizer below. Its files say mxfp4."""
+
+    def __init__(self, modules_to_not_convert: list[str] | None = None, **kwargs: Any) -> None:
+        super().__init__(modules_to_not_convert)
+        self.quant_method: Any = _METHOD
+
+    def to_dict(self) -> dict[str, Any]:
+        """The description of a checkpoint, as it is published."""
+        return {**super().to_dict(), "quant_method": "mxfp4"}
+
+
+@register_quantizer(_METHOD)
+class PackedMxfp4Quantizer(HfQuantizer):
+    """The quantizer that transformers calls around loading a model."""
+
+    is_trainable = True  # adapters
+    is_compileable = True
+    serialized_names = {name: [f"{name}{SCALE}"] for name in _WEIGHTS}  # noqa: RUF012  (as its base)
+    quantization_config: PackedMxfp4Config
+
+    def is_serializable(self) -> bool:
+        """Whether ``save_pretrained`` writes files that load again."""
+        return True
+
+    def get_weight_conversions(self) -> list[Any]:
+        """Names and shapes of the files, and of the parameters."""
+        conversions: list[Any] = []
+        for name in map("experts.{}".format, _WEIGHTS):
+            conversions.append(WeightConverter([f"{name}_blocks"], [name], [JoinBlocks()]))
+            conversions.append(WeightRenaming(f"{name}_scales", f"{name}{SCALE}"))
+        return conversions
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        skipped = self.quantization_config.modules_to_not_convert or []
+        packed = [
+            module
+            for name, module in model.named_modules()
+            if isinstance(module, GptOssExperts) and should_convert_module(name, skipped)
+        ]
+        if not packed:
+            raise ValueError(
+                f"mxfp4_config: {type(model).__name__} has no experts of GPT-OSS: load it without "
+                "this configuration"
+            )
+        for module in packed:
+            _pack(module)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        for name, p in model.named_parameters():  # transformers warns, and leaves memory as it was
+            of_bytes = p.dtype == torch.uint8 and not p.is_meta
+            if of_bytes and not getattr(p, "_is_hf_initialized", False):
+                raise ValueError(f"mxfp4_config: the checkpoint has no {name}")
+        convert(model)
+
+
+def _pack(experts: Any) -> None:
+    """Give experts without memory the parameters of MXFP4, [E, N, K], in place of [E, K, N]."""
+    save_by_parts(experts)
+    for name in _WEIGHTS:
+        w = getattr(experts, name)
+        E, K, N = w.shape
+        shapes = (E, N, ceil_div(K, 2)), (E, N, ceil_div(K, MX_BLOCK))
+        parts = [torch.empty(shape, dtype=torch.uint8, device=w.device) for shape in shapes]
+        experts.freeze(name, tuple(parts), None, w.dtype, weights="mxfp4")
+    experts.is_transposed = False
+
+
+class JoinBlocks(ConversionOps):
+    """Blocks [E, N, K / 32, 16] of a file as codes [E, N, K / 2] in the same memory, or back."""
+
+    def __init__(self, reverse: bool = False) -> None:
+        self.reverse = reverse
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The tensor by its new name; see transformers' ConversionOps."""
+        (found,) = input_dict.values()
+        t = found[0] if isinstance(found, list) else found
+        t = t.unflatten(-1, (-1, MX_BLOCK // 2)) if self.reverse else t.flatten(-2)
+        return {target_patterns[0]: t}
+
+    @property
+    def reverse_op(self) -> "JoinBlocks":
+        """The way back, for saving."""
+        return JoinBlocks(not self.reverse)

@@ -1,0 +1,111 @@
+"""PEFT's adapters over a GPT-OSS checkpoint in MXFP4, beside PEFT's over dequantized weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from grouped_linear import Float8BlockScaling, convert
+from support.compare import assert_same_bits
+from support.errors import sentence
+from support.gpt_oss import IDS, dequantized, packed, write_checkpoint
+from support.tensors import FP32
+
+pytest.importorskip("peft")
+import peft
+
+from grouped_linear.integrations.peft import for_packed_experts, use_grouped_adapters
+from support.adapters import assert_close, config_of, results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("gpt_oss"))
+
+
+def randomized(model: Any) -> Any:
+    torch.manual_seed(1)
+    for name, p in model.named_parameters():
+        if ".lora_" in name:
+            nn.init.normal_(p, std=0.3)
+    return model
+
+
+def ours(folder: Path, **options: Any) -> Any:
+    model = packed(folder, **options)
+    model = peft.get_peft_model(model, for_packed_experts(config_of()))
+    assert len(use_grouped_adapters(model)) == 4
+    return randomized(model)
+
+
+def theirs(folder: Path, **options: Any) -> Any:
+    return randomized(peft.get_peft_model(dequantized(folder, **options), config_of()))
+
+
+def saved(model: Any, path: Path) -> dict[str, Tensor]:
+    model.save_pretrained(path)
+    return load_file(path / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients(folder: Path, compiled: bool) -> None:
+    """In float32, so that nothing but the order of sums differs."""
+    model = ours(folder, dtype=FP32)
+    options: dict[str, Any] = {"fullgraph": True, "backend": "aot_eager"} if compiled else {}
+    found = results(model, **options)
+    assert_close(found, results(theirs(folder, dtype=FP32)), 1e-4)
+    convert(model, Float8BlockScaling())
+    assert_close(results(model), found, 0.15)
+    assert {p.dtype for n, p in model.named_parameters() if n.endswith("_proj")} == {torch.uint8}
+
+
+def test_files_are_pefts(folder: Path, tmp_path: Path) -> None:
+    """Both ways, beside weights that are packed and that are not."""
+    model, other = ours(folder, dtype=FP32), theirs(folder, dtype=FP32)
+    own, expected = saved(model, tmp_path / "ours"), saved(other, tmp_path / "theirs")
+    assert own.keys() == expected.keys()
+    for name, t in expected.items():
+        assert_same_bits(own[name], t)
+    config = for_packed_experts(peft.LoraConfig.from_pretrained(tmp_path / "theirs"))
+    again = peft.PeftModel.from_pretrained(
+        packed(folder, dtype=FP32), tmp_path / "theirs", config=config
+    )
+    plain = peft.PeftModel.from_pretrained(dequantized(folder, dtype=FP32), tmp_path / "ours")
+    with torch.no_grad():
+        assert_same_bits(again(IDS).logits, model.eval()(IDS).logits)
+        torch.testing.assert_close(plain(IDS).logits, again(IDS).logits, rtol=0, atol=1e-4)
+
+
+def test_refused(folder: Path) -> None:
+    plain = peft.get_peft_model(packed(folder), config_of())
+    assert sentence(lambda: use_grouped_adapters(plain)) == (
+        "use_grouped_adapters: model.layers.0.mlp.experts.down_proj is in MXFP4, and PEFT reads "
+        "the adapter's sizes off its bytes: give get_peft_model for_packed_experts(config)"
+    )
+    assert "are parametrized" in sentence(lambda: plain(IDS))
+    model = ours(folder)
+    before = model(IDS).logits
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        assert "is in MXFP4 and stays as it is" in sentence(merge)
+    assert_same_bits(model(IDS).logits, before)
+
+
+def test_trainer(folder: Path, tmp_path: Path) -> None:
+    """transformers' quantizer would refuse; the adapters learn and the bytes stay."""
+    model = ours(folder)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    dataset = [{"input_ids": IDS[0], "labels": IDS[0]}] * 8
+    arguments = TrainingArguments(
+        tmp_path, max_steps=4, learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True,
+        logging_steps=1,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=dataset)
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses[-1] < losses[0]
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) != (".lora_" in name)

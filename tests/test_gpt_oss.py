@@ -1,0 +1,207 @@
+"""GPT-OSS's checkpoints in MXFP4, loaded as bytes, beside transformers' dequantized weights."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GptOssModel
+
+from grouped_linear import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    compare,
+    convert,
+)
+from grouped_linear.integrations.mxfp4 import mxfp4_config
+from support.compare import assert_same_bits
+from support.devices import devices
+from support.errors import sentence
+from support.gpt_oss import IDS, QUANTIZATION, dequantized, packed, write_checkpoint
+from support.layers import through_pickle
+from support.tensors import BF16, DTYPES, FP32
+
+DEVICES = pytest.mark.parametrize("device", devices("grouped_mm_mxfp4"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("gpt_oss"))
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(IDS.to(model.device)).logits
+    return found
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_as_dequantized(folder: Path, device: str, dtype: torch.dtype) -> None:
+    """Without a recipe: rounding of activations is all that differs from transformers' experts."""
+    expected = logits(dequantized(folder, dtype=dtype).to(device))
+    actual = logits(packed(folder, dtype=dtype).to(device))
+    assert actual.dtype == dtype
+    assert error(actual, expected) < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling(), MXFP8BlockScaling()], ids=repr)
+def test_same_bits_as_converted(folder: Path, recipe: Recipe | None) -> None:
+    """Without a recipe; with one activations are rounded beside weights that are exact."""
+    model, other = packed(folder), dequantized(folder)
+    report = convert(model, recipe)
+    convert(other)
+    if recipe is None:
+        assert_same_bits(logits(model), logits(other))
+    else:
+        assert error(logits(model), logits(other)) < 0.03
+    codes, scales = 2 * 4 * (192 * 32 + 64 * 48), 2 * 4 * (192 * 2 + 64 * 3)
+    assert str(report.weights[0]) == f"MXFP4, {(codes + scales) / 1000:.4g} kB"
+    assert report.converted[0].num_parameters == sum(
+        p.numel() for p in other.model.layers[0].mlp.experts.parameters()
+    )
+    assert all(one.path.endswith("weights in MXFP4") for one in report.converted)
+
+
+class LargestFloat(TorchDispatchMode):
+    """The most bytes of a floating-point tensor with memory that an op returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and t.is_floating_point() and not t.is_meta:
+                self.nbytes = max(self.nbytes, t.nbytes)
+        return out
+
+
+def test_nothing_is_dequantized(folder: Path) -> None:
+    """From the files to adapters' gradients of the input."""
+    smallest_weight = 4 * 64 * 96 * BF16.itemsize
+    with LargestFloat() as theirs:
+        dequantized(folder)
+    assert theirs.nbytes >= smallest_weight
+    with LargestFloat() as ours:
+        model = packed(folder)
+        experts = model.model.layers[0].mlp.experts
+        x = torch.randn(5, 64, dtype=BF16, requires_grad=True)
+        chosen = torch.tensor([[0, 1]] * 5)
+        experts(x, chosen, torch.ones(5, 2, dtype=BF16)).sum().backward()
+    assert ours.nbytes < smallest_weight
+    assert {p.dtype for n, p in experts.named_parameters() if "bias" not in n} == {torch.uint8}
+
+
+@DEVICES
+def test_generates(folder: Path, device: str) -> None:
+    model, other = packed(folder, dtype=FP32), dequantized(folder, dtype=FP32)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = other.to(device).generate(IDS.to(device), **options)
+    assert torch.equal(model.to(device).generate(IDS.to(device), **options), expected)
+
+
+@DEVICES
+def test_compiles(folder: Path, device: str) -> None:
+    experts = packed(folder).model.layers[0].mlp.experts.to(device)
+    compiled = torch.compile(experts, fullgraph=True)
+    x = torch.randn(20, 64, dtype=BF16, device=device, requires_grad=True)
+    chosen = torch.rand(20, 4).topk(2).indices.to(device)
+    scores = torch.rand(20, 2, dtype=BF16, device=device, requires_grad=True)
+    results = []
+    for call in (experts, compiled):
+        y = call(x, chosen, scores)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), (x, scores))))
+    for actual, expected in zip(*results, strict=True):
+        assert error(actual, expected) < 2e-2
+        assert device == "cuda" or torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("way", ["as loaded", "FP8 activations", "deepcopy", "pickle", "state"])
+def test_saves_the_files_bits(folder: Path, tmp_path: Path, way: str) -> None:
+    model = packed(folder)
+    expected = logits(model)
+    if way == "FP8 activations":
+        convert(model, Float8BlockScaling())
+    if way in ("deepcopy", "pickle"):
+        model = copy.deepcopy(model) if way == "deepcopy" else through_pickle(model)
+    if way == "state":
+        state, model = model.state_dict(), packed(folder)
+        for name, p in model.named_parameters():
+            if ".experts." in name:
+                p.data.zero_()
+        model.load_state_dict(state)
+    if way != "FP8 activations":
+        assert_same_bits(logits(model), expected)
+    model.save_pretrained(tmp_path)
+    saved, source = (load_file(path / "model.safetensors") for path in (tmp_path, folder))
+    assert saved.keys() == source.keys()
+    for name, t in source.items():
+        assert_same_bits(saved[name], t)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"] == QUANTIZATION
+    assert_same_bits(logits(packed(tmp_path)), expected)
+    assert_same_bits(logits(dequantized(tmp_path)), logits(dequantized(folder)))
+
+
+def test_compare(folder: Path) -> None:
+    """Beside the same numbers in high precision: the biases and the input are what FP8 rounds."""
+    model = packed(folder)
+    convert(model, Float8BlockScaling())
+    compared = str(compare(model, lambda: model(IDS, labels=IDS).loss.backward()))
+    assert "model.layers.1.mlp.experts" in compared
+
+
+def test_a_model_without_a_head(folder: Path) -> None:
+    model = GptOssModel.from_pretrained(folder, config=mxfp4_config(folder))
+    expected = packed(folder).model(IDS).last_hidden_state
+    assert_same_bits(model(IDS).last_hidden_state, expected)
+
+
+def test_refused(folder: Path, tmp_path: Path) -> None:
+    model = packed(folder)
+    expected = logits(model)
+    for weights in ("fp8", "both"):
+        message = sentence(lambda w=weights: convert(model, weights=w))
+        assert message == (
+            "convert: model.layers.0.mlp.experts: the weights are in MXFP4 and stay so: leave "
+            "weights out, or load the checkpoint with Mxfp4Config(dequantize=True)"
+        )
+    assert "weights='mxfp4' is for layers of this package" in sentence(
+        lambda: convert(dequantized(folder), weights="mxfp4")
+    )
+    assert sentence(lambda: convert(model, Float8CurrentScaling())) == (
+        "convert: model.layers.0.mlp.experts: weights='mxfp4' needs no recipe, Float8BlockScaling "
+        "or MXFP8BlockScaling, got Float8CurrentScaling()"
+    )
+    assert_same_bits(logits(model), expected)
+    model.set_experts_implementation("eager")
+    assert "'eager' would read their bytes: call convert again" in sentence(lambda: logits(model))
+    convert(model)
+    assert_same_bits(logits(model), expected)
+
+    plain = dequantized(folder)
+    plain.save_pretrained(tmp_path / "plain")
+    assert sentence(lambda: mxfp4_config(tmp_path / "plain")) == (
+        f"mxfp4_config: {tmp_path / 'plain'} is not in MXFP4, its quantization_config says None: "
+        "load it without this configuration"
+    )
+    state = load_file(folder / "model.safetensors")
+    del state["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert sentence(lambda: packed(tmp_path)) == (
+        "mxfp4_config: the checkpoint has no model.layers.1.mlp.experts.down_proj_scale_inv"
+    )
