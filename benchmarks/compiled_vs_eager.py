@@ -227,11 +227,15 @@ class Bench:
             finally:
                 torch.set_default_dtype(previous)
             first = next(iter(self.modules.values()))
-            with torch.no_grad():
-                for own, other in zip(matrices(self.modules[key]), matrices(first), strict=True):
-                    own.copy_(other)
-            if isinstance(self.case, HuggingFaceCase) and self.case.learns:
-                self.optimizers[key] = adamw_of(self.modules[key])
+            if isinstance(self.case, HuggingFaceCase):  # frozen experts quantize what they load
+                self.modules[key].load_state_dict(first.state_dict())
+                if self.case.learns:
+                    self.optimizers[key] = adamw_of(self.modules[key])
+            else:
+                with torch.no_grad():
+                    both = zip(matrices(self.modules[key]), matrices(first), strict=True)
+                    for own, other in both:
+                        own.copy_(other)
             self.held_bytes[key] = allocated(self.device) - before
         return self.modules[key]
 

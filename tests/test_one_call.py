@@ -318,7 +318,7 @@ MISTAKES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "weights": (
         Block,
         {"weights": "int8"},
-        "convert: weights must be None, 'both' or 'fp8', got 'int8'",
+        "convert: weights must be None, 'both', 'fp8' or 'mxfp4', got 'int8'",
     ),
     "recipe of weights": (
         Block,

@@ -35,9 +35,10 @@ def test_the_version() -> None:
 
 
 def test_a_reader_that_stops_early() -> None:
-    """As head does: no traceback."""
+    """As head does: no traceback. torch's profiler may warn."""
     done = run(["bash", "-c", f"{sys.executable} -m grouped_linear | true"])
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert "Error" not in done.stderr
 
 
 def test_an_error_is_its_first_line() -> None:

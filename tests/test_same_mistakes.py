@@ -152,8 +152,8 @@ ValueError: GroupedLinear: cache_weights must be True or False, got 'no'
 ValueError: GroupedMLP: cache_weights must be True or False, got 'no'
 ValueError: GroupedLinear: fuse_wgrad_accumulation must be True or False, got 'no'
 ValueError: GroupedMLP: fuse_wgrad_accumulation must be True or False, got 'no'
-ValueError: GroupedLinear: weights must be None, 'both' or 'fp8', got 'int8'
-ValueError: GroupedMLP: weights must be None, 'both' or 'fp8', got 'int8'
+ValueError: GroupedLinear: weights must be None, 'both', 'fp8' or 'mxfp4', got 'int8'
+ValueError: GroupedMLP: weights must be None, 'both', 'fp8' or 'mxfp4', got 'int8'
 ValueError: GroupedLinear: dtype must be bfloat16, float16 or float32, got float64
 ValueError: GroupedMLP: dtype must be bfloat16, float16 or float32, got float64
 ValueError: GroupedLinear: dtype must be bfloat16, float16 or float32, got 'bf16'

@@ -15,7 +15,6 @@ from grouped_linear.autograd.gemm import Gemm
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.ops.activation import Activation
 from grouped_linear.recipes import (
-    ROWWISE,
     Format,
     GradFormats,
     Operands,
@@ -26,7 +25,7 @@ from grouped_linear.recipes import (
     quantize_grads,
     quantize_swiglu_grad,
 )
-from grouped_linear.recipes.format import call_without_writes
+from grouped_linear.recipes.format import ROWWISE, call_without_writes
 
 
 class MLPConfig(NamedTuple):

@@ -13,8 +13,6 @@ from grouped_linear.autograd.gemm import Gemm, LowRankTerm
 from grouped_linear.autograd.low_rank import Adapter
 from grouped_linear.autograd.wgrad import MainGrad, Wgrad
 from grouped_linear.recipes import (
-    BOTH,
-    ROWWISE,
     Layouts,
     Operands,
     QuantizedWeight,
@@ -27,7 +25,7 @@ from grouped_linear.recipes import (
     refresh_weight_,
     weight_for_dgrad,
 )
-from grouped_linear.recipes.format import with_shared_scale
+from grouped_linear.recipes.format import BOTH, ROWWISE, with_shared_scale
 
 
 class StoredWeight(NamedTuple):

@@ -173,7 +173,7 @@ def is_in_mxfp4(experts: Any) -> bool:
 
 def is_frozen(experts: Any) -> bool:
     """Whether weights are frozen in few bits, by ``convert(weights="fp8")`` or as loaded."""
-    return isinstance(experts, KeepsFrozen) and bool(experts._frozen)
+    return isinstance(experts, KeepsFrozen) and len(experts._frozen) > 0
 
 
 def weight_in_fp8(where: str, experts: Any, name: str) -> QuantizedWeight:

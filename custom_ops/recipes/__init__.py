@@ -14,9 +14,6 @@ from grouped_linear.recipes.delayed import (
     update_scales,
 )
 from grouped_linear.recipes.format import (
-    BOTH,
-    COLUMNWISE_AGAIN,
-    ROWWISE,
     Format,
     Layouts,
     Operands,
@@ -50,9 +47,6 @@ from grouped_linear.recipes.weight import (
 )
 
 __all__ = [
-    "BOTH",
-    "COLUMNWISE_AGAIN",
-    "ROWWISE",
     "UNQUANTIZED",
     "DelayedScaling",
     "DelayedScalingState",

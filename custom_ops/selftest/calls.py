@@ -66,7 +66,7 @@ ROUNDED = 2.0**-8, 2.0**-13
 #: e4m3 has 3 bits of mantissa; scales are at most 2 / 448 of the largest magnitude, some 32 here.
 QUANTIZED = 2.0**-4 + 2.0**-7, 2.0**-12
 #: FP8 tensor cores lose up to 8 * 2^-13 of what they add: 288 products of magnitude 0.64.
-SUM = 2.0**-8, 0.2
+SUM = 2.0**-7, 0.2
 
 #: Of the inputs: a tensor, or several.
 Results = Callable[[Inputs], Any]

@@ -35,6 +35,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from support.versions import FSDP_TAKES_BYTES
+
 PROCESSES = 2
 # Longer than gloo and NCCL wait for another process before they raise.
 CHECK_SECONDS = 300
@@ -101,8 +103,11 @@ def _shared_run(
     failures: dict[str, str] = json.loads(report.read_text())
 
     def passes(check: str) -> None:
-        if check in failures:
-            pytest.fail(failures[check], pytrace=False)
+        failure = failures.get(check, "")
+        if not FSDP_TAKES_BYTES and "can require gradients" in failure:
+            pytest.skip("FSDP2 of torch 2.11 has every parameter learn, and bytes cannot")
+        if failure:
+            pytest.fail(failure, pytrace=False)
 
     return passes
 
