@@ -22,6 +22,7 @@ from grouped_linear import (
     convert,
 )
 from grouped_linear.integrations.mxfp4 import mxfp4_config
+from grouped_linear.integrations.transformers import register
 from support.compare import assert_same_bits
 from support.devices import devices
 from support.errors import sentence
@@ -54,7 +55,7 @@ def test_as_dequantized(folder: Path, device: str, dtype: torch.dtype) -> None:
     expected = logits(dequantized(folder, dtype=dtype).to(device))
     actual = logits(packed(folder, dtype=dtype).to(device))
     assert actual.dtype == dtype
-    assert error(actual, expected) < 4 * torch.finfo(dtype).eps
+    assert error(actual, expected) < max(1e-5, 4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling(), MXFP8BlockScaling()], ids=repr)
@@ -198,10 +199,33 @@ def test_refused(folder: Path, tmp_path: Path) -> None:
         f"mxfp4_config: {tmp_path / 'plain'} is not in MXFP4, its quantization_config says None: "
         "load it without this configuration"
     )
+
+
+@pytest.mark.parametrize(
+    ("in_file", "parameter"),
+    [
+        ("down_proj_scales", "down_proj_scale_inv"),
+        ("gate_up_proj_blocks", "gate_up_proj"),
+        ("down_proj_bias", "down_proj_bias"),
+    ],
+)
+def test_a_file_without_a_tensor(
+    folder: Path, tmp_path: Path, in_file: str, parameter: str
+) -> None:
+    """transformers warns, and leaves memory as it was."""
     state = load_file(folder / "model.safetensors")
-    del state["model.layers.1.mlp.experts.down_proj_scales"]
+    del state[f"model.layers.1.mlp.experts.{in_file}"]
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     assert sentence(lambda: packed(tmp_path)) == (
-        "mxfp4_config: the checkpoint has no model.layers.1.mlp.experts.down_proj_scale_inv"
+        f"mxfp4_config: the checkpoint has no model.layers.1.mlp.experts.{parameter}"
     )
+
+
+def test_a_registered_implementation(folder: Path) -> None:
+    """It is kept, with its recipe."""
+    register("grouped_linear_fp8", Float8BlockScaling())
+    model = packed(folder, experts_implementation="grouped_linear_fp8")
+    other = packed(folder)
+    convert(other, Float8BlockScaling())
+    assert_same_bits(logits(model), logits(other))

@@ -20,7 +20,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import Mxfp4Config
 
 from grouped_linear.integrations.convert import convert
+from grouped_linear.integrations.experts_forward import is_in_mxfp4
 from grouped_linear.integrations.hugging_face import save_by_parts
+from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.meta_kernels.rules import MX_BLOCK, ceil_div
 from grouped_linear.quantized.state_dict import SCALE
 
@@ -39,8 +41,9 @@ def mxfp4_config(path: str, **kwargs: Any) -> Any:
 
     The experts' codes and scales then are the model's parameters, as :func:`grouped_linear.convert`
     keeps frozen weights: 4.25 bits a number, on CPUs and GPUs, without the package ``kernels``.
-    Nothing is dequantized, at loading or later. The model is converted with the recipe None, and
-    ``convert(model, recipe)`` chooses another: ``Float8BlockScaling`` or ``MXFP8BlockScaling``. It
+    Nothing is dequantized, at loading or later. The model is converted with the recipe None, unless
+    ``experts_implementation`` names one of this package's, and ``convert(model, recipe)`` chooses
+    another: ``Float8BlockScaling`` or ``MXFP8BlockScaling``. It
     generates and trains adapters, and ``save_pretrained`` writes the blocks and scales of the
     checkpoint bit for bit. PEFT's configuration goes through
     :func:`grouped_linear.integrations.peft.for_packed_experts`.
@@ -116,11 +119,11 @@ class PackedMxfp4Quantizer(HfQuantizer):
             _pack(module)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        for name, p in model.named_parameters():  # transformers warns, and leaves memory as it was
-            of_bytes = p.dtype == torch.uint8 and not p.is_meta
-            if of_bytes and not getattr(p, "_is_hf_initialized", False):
-                raise ValueError(f"mxfp4_config: the checkpoint has no {name}")
-        convert(model)
+        for name, module in model.named_modules():
+            if isinstance(module, GptOssExperts) and is_in_mxfp4(module):
+                _check_loaded(name, module)
+        if Implementation.of(model.config._experts_implementation) is None:
+            convert(model)
 
 
 def _pack(experts: Any) -> None:
@@ -133,6 +136,19 @@ def _pack(experts: Any) -> None:
         parts = [torch.empty(shape, dtype=torch.uint8, device=w.device) for shape in shapes]
         experts.freeze(name, tuple(parts), None, w.dtype, weights="mxfp4")
     experts.is_transposed = False
+    experts._is_hf_initialized = True  # transformers would draw bytes from a normal distribution
+
+
+def _check_loaded(name: str, experts: Any) -> None:
+    """Raise ValueError for experts without numbers."""
+    for of_parameter, p in experts.named_parameters():
+        if p.is_meta:
+            raise ValueError(
+                f"mxfp4_config: {name} is offloaded by accelerate, whose hooks do not keep bytes: "
+                "load the model without offloading its experts"
+            )
+        if not getattr(p, "_is_hf_initialized", False):  # its memory is as it was
+            raise ValueError(f"mxfp4_config: the checkpoint has no {name}.{of_parameter}")
 
 
 class JoinBlocks(ConversionOps):

@@ -94,6 +94,19 @@ def test_refused(folder: Path) -> None:
     assert_same_bits(model(IDS).logits, before)
 
 
+def test_accelerate(folder: Path, tmp_path: Path) -> None:
+    """Its hooks on a device change nothing; offloaded bytes are refused."""
+    with torch.no_grad():
+        assert_same_bits(packed(folder, device_map="cpu")(IDS).logits, packed(folder)(IDS).logits)
+    on_cpu = ["embed_tokens", "layers.0", "norm", "rotary_emb"]
+    places = {f"model.{name}": "cpu" for name in on_cpu}
+    places |= {"lm_head": "cpu", "model.layers.1": "disk"}
+    assert sentence(lambda: packed(folder, device_map=places, offload_folder=tmp_path)) == (
+        "mxfp4_config: model.layers.1.mlp.experts is offloaded by accelerate, whose hooks do not "
+        "keep bytes: load the model without offloading its experts"
+    )
+
+
 def test_trainer(folder: Path, tmp_path: Path) -> None:
     """transformers' quantizer would refuse; the adapters learn and the bytes stay."""
     model = ours(folder)
