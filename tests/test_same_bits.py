@@ -147,7 +147,7 @@ def kept_otherwise(layer: Any, recipe: Recipe | None, draw: Draw, make: Any) -> 
     if not isinstance(recipe, Float8BlockScaling):
         return layer
     other = make(weights=draw(strategies.sampled_from([None, "both", "fp8"])))
-    other.load_state_dict(layer.state_dict())  # to nearest: copy_ may round stochastically
+    other.load_state_dict(layer.state_dict())
     return other
 
 
