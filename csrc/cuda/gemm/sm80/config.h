@@ -21,13 +21,8 @@ constexpr int kScaleBlock = kBlock, kPaddedBlock = kBlock;
 // All warps lie along b's columns, and an SM has two blocks where there is shared memory for them.
 enum class GroupRows { kMany, kFew };
 
-// What b is in global memory: as it is multiplied, or a weight w [E, N, K] in MXFP4 whose rows, or
-// whose columns (dgrad), are the output's columns.
-enum class StoredB { kPlain, kMxfp4, kMxfp4Transposed };
-
 template <typename A_, typename B_, Scaling kScaling, Grouping kGrouping, GroupRows kGroupRows,
-          Major kAMajor_ = Major::kK, Major kBMajor_ = Major::kK,
-          StoredB kStoredB = StoredB::kPlain>
+          Major kAMajor_ = Major::kK, Major kBMajor_ = Major::kK>
 struct GemmConfig {
   using A = A_;
   using B = B_;
@@ -36,8 +31,6 @@ struct GemmConfig {
   static constexpr bool kScale1x128 = kScaling == Scaling::kScale1x128;
   static constexpr bool kBlockScaled = kScale1x128 || kScaling == Scaling::kScale128x128;
   static constexpr Major kAMajor = kAMajor_, kBMajor = kBMajor_;
-  static constexpr bool kDecodesB = kStoredB != StoredB::kPlain;
-  static constexpr bool kTransposesB = kStoredB == StoredB::kMxfp4Transposed;
 
   // A thread's accumulators: 128 registers in 16 bits. In FP8 64, and as many partial ones.
   static constexpr bool kFewRows = kGroupRows == GroupRows::kFew;

@@ -4,7 +4,6 @@
 
 #include "cuda/common/cp_async.cuh"
 #include "cuda/gemm/sm80/loader.cuh"
-#include "cuda/gemm/sm80/mxfp4_loader.cuh"
 #include "cuda/gemm/sm80/shared_storage.cuh"
 #include "cuda/gemm/sm80/tile_counter.cuh"
 
@@ -18,13 +17,6 @@ struct Operands {
   int64_t scale_a_stride;
   int64_t scale_b_group_stride, scale_b_row_stride, scale_b_k_stride;
 };
-
-struct Mxfp4Operands : Operands {
-  Mxfp4View w;  // in b's place
-};
-
-template <typename Config>
-using OperandsOf = std::conditional_t<Config::kDecodesB, Mxfp4Operands, Operands>;
 
 // Loads a k-block's scales: a thread one of a's rows, another one of b's columns. Where all of b's
 // columns have one scale, every other thread loads that.
@@ -79,10 +71,9 @@ template <typename Config>
 class Pipeline {
  public:
   // All threads of the block. tiles: how many there are.
-  __device__ __forceinline__ Pipeline(SharedStorage<Config>& shared,
-                                      const OperandsOf<Config>& operands, const TileCounts& counts,
-                                      const GemmShape& shape, unsigned long long* counter,
-                                      int tiles)
+  __device__ __forceinline__ Pipeline(SharedStorage<Config>& shared, const Operands& operands,
+                                      const TileCounts& counts, const GemmShape& shape,
+                                      unsigned long long* counter, int tiles)
       : shared_(shared),
         operands_(operands),
         counts_(counts),
@@ -135,10 +126,7 @@ class Pipeline {
   __device__ __forceinline__ void load_next() {
     const bool second = Config::kStagesPerKBlock > 1 && left_ % Config::kStagesPerKBlock != 0;
     a_.load(operands_.a, write_, second);
-    if constexpr (Config::kDecodesB)
-      b_.load(operands_.w, write_ + Config::kABytes);
-    else
-      b_.load(operands_.b, write_ + Config::kABytes, second);
+    b_.load(operands_.b, write_ + Config::kABytes, second);
     if constexpr (Config::kBlockScaled)
       if (!second) scales_.load(shared_.scales[scales_written_++ % kScaleSlots]);
     write_ = following(write_);
@@ -167,10 +155,7 @@ class Pipeline {
     if (number < tiles_) {
       tile = tile_of<Config>(number / 2, number % 2, shared_.groups, EveryGroup(), counts_, shape_);
       a_.begin_tile(operands_.a, 0, tile, tile.row, tile.row_end, shape_.K);
-      if constexpr (Config::kDecodesB)
-        b_.begin_tile(operands_.w, tile.group, tile.col, shape_.cols, shape_.K);
-      else
-        b_.begin_tile(operands_.b, tile.group, tile, tile.col, shape_.cols, shape_.K);
+      b_.begin_tile(operands_.b, tile.group, tile, tile.col, shape_.cols, shape_.K);
       if constexpr (Config::kBlockScaled) scales_ = {operands_, tile, shape_.cols};
       left_ = k_blocks(tile) * Config::kStagesPerKBlock;
     } else {
@@ -188,14 +173,12 @@ class Pipeline {
   }
 
   SharedStorage<Config>& shared_;
-  const OperandsOf<Config>& operands_;
+  const Operands& operands_;
   const TileCounts& counts_;
   const GemmShape& shape_;
   TileCounter counter_;
   Loader<Config, Config::kTileM, Config::kAMajor> a_;
-  std::conditional_t<Config::kDecodesB, Mxfp4Loader<Config>,
-                     Loader<Config, Config::kTileN, Config::kBMajor>>
-      b_;
+  Loader<Config, Config::kTileN, Config::kBMajor> b_;
   ScaleLoader<Config> scales_;
   int tiles_, left_ = 0;            // stages of the tile to load; less: there are no more tiles
   uint32_t stages_, read_, write_;  // addresses
