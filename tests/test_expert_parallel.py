@@ -91,11 +91,15 @@ def route(logits: Tensor) -> tuple[Tensor, Tensor]:
 def step(model: Any, x: Tensor, logits: Tensor, dy: Tensor, choose: Any = route) -> Step:
     """The output and all gradients; of a spread layer this process's part."""
     x, logits = x.clone().requires_grad_(), logits.clone().requires_grad_()
-    names = [name.removeprefix("_orig_mod.") for name, _ in model.named_parameters()]
+    learns = {
+        name.removeprefix("_orig_mod."): p
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     y = model(x, *choose(logits))
-    gradients = torch.autograd.grad(y, (x, logits, *model.parameters()), dy)
+    gradients = torch.autograd.grad(y, (x, logits, *learns.values()), dy)
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    return {"y": y.detach(), **dict(zip(("x", "logits", *names), local, strict=True))}
+    return {"y": y.detach(), **dict(zip(("x", "logits", *learns), local, strict=True))}
 
 
 TOKENS = "y", "x", "logits"
