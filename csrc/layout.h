@@ -15,6 +15,7 @@ constexpr int64_t kMaxMargin = 64;        // of delayed scaling: factors are div
 // Rows are counted in 32 bits, as offs are, and rounded up to whole blocks.
 constexpr int64_t kMaxCount = (int64_t{1} << 31) - 1 - kBlock;
 constexpr int64_t kMaxFeatures = int64_t{1} << 29;  // gate_up has twice as many, an int32
+constexpr int64_t kMaxMxfp4Features = 1 << 22;      // K: its blocks of 128 are a grid's y
 constexpr int64_t kMaxRank = 512;                   // of a low-rank second product
 
 // share_scales: the features of a block share a scale if their amaxes are within this factor.

@@ -9,13 +9,24 @@ import torch
 from torch import Tensor
 
 from grouped_linear.meta_kernels.matmul import row_count
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, MX_BLOCK, Rules, fake
+from grouped_linear.meta_kernels.rules import (
+    ACTIVATIONS,
+    E4M3,
+    MAX_MXFP4_FEATURES,
+    MX_BLOCK,
+    Rules,
+    fake,
+)
 
 
 def _check_blocks(rules: Rules, K: int) -> None:
     rules.check(
         K > 0 and K % MX_BLOCK == 0,
         lambda: f"K must be a positive multiple of {MX_BLOCK}, got {K}",
+    )
+    rules.check(
+        not isinstance(K, int) or K <= MAX_MXFP4_FEATURES,  # a symbol stays free of guards
+        lambda: f"K must be at most {MAX_MXFP4_FEATURES}, got {K}",
     )
 
 

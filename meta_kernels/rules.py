@@ -19,6 +19,7 @@ MX_BLOCK = 32
 MAX_MARGIN = 64
 MAX_COUNT = 2**31 - 1 - BLOCK  # rows are counted in 32 bits and rounded up to blocks
 MAX_FEATURES = 2**29
+MAX_MXFP4_FEATURES = 2**22
 MAX_RANK = 512
 FLOAT32_MAX = torch.finfo(torch.float32).max
 

@@ -56,6 +56,32 @@ def test_every_code_beside_every_scale(device: str, dtype: torch.dtype) -> None:
 
 @DEVICES
 @pytest.mark.parametrize("transpose_b", [True, False])
+@pytest.mark.parametrize("rows", [32, 16])  # of each group: a GPU has another kernel for few
+def test_products_of_every_code_beside_every_scale(
+    device: str, rows: int, transpose_b: bool
+) -> None:
+    """A product with one 1 a row is the number in BF16, where no other of its sum is infinite."""
+    q, scale = every_code_and_scale()
+    w = reference.dequantize_mxfp4(q, scale).float().to(BF16)
+    reduced = w.size(2) if transpose_b else w.size(1)
+    ones = torch.eye(reduced, dtype=BF16)[:rows]
+    y = ops.grouped_mm_mxfp4(
+        ones.repeat(256, 1).to(device),
+        q.to(device),
+        scale.to(device),
+        torch.arange(len(ones), 256 * len(ones) + 1, len(ones), dtype=torch.int32, device=device),
+        out_dtype=torch.float32,
+        transpose_b=transpose_b,
+    ).cpu()
+    numbers = (w.mT if transpose_b else w)[:, : len(ones)].float()
+    held = w.isfinite().all(2 if transpose_b else 1)[:, None].expand_as(numbers)
+    y = y.view(numbers.shape)
+    assert torch.equal(y[held], numbers[held])
+    assert y[~held].isnan().any()
+
+
+@DEVICES
+@pytest.mark.parametrize("transpose_b", [True, False])
 def test_e4m3_of_every_code_and_distance(device: str, transpose_b: bool) -> None:
     """A product with one 1 a row shows the e4m3 numbers: scales 0 to 20 below the largest."""
     N, K = 128, 128

@@ -61,6 +61,7 @@ void check_low_rank(const char* op, const LowRank& low, const Tensor& a, const c
 void check_mx_blocks(const char* op, int64_t K) {
   check(K > 0 && K % kMxBlock == 0, op, ": K must be a positive multiple of ", kMxBlock, ", got ",
         K);
+  check(K <= kMaxMxfp4Features, op, ": K must be at most ", kMaxMxfp4Features, ", got ", K);
 }
 
 // q [E, N, K/2] with scale [E, N, K/32].

@@ -31,7 +31,7 @@ def quantize_mxfp4(w: Tensor) -> Mxfp4Weight:
     :func:`dequantize_mxfp4` gives changes no number.
 
     Args:
-        w: [E, N, K] bfloat16, float16 or float32, N a multiple of 16, K of 32.
+        w: [E, N, K] bfloat16, float16 or float32, N a multiple of 16, K of 32 and at most 2^22.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, with another choice of the scale.
 

@@ -35,6 +35,7 @@ def mistakes(good: Sample) -> list[Arguments]:
         {"q": like(q, 0, None, None)},
         {"q": like(q, None, 24, None)},
         {"q": like(q, None, None, 72)},
+        {"q": like(q, 1, 16, 2**21 + 16)},
         {"scale": scale[0]},
         {"scale": scale.float()},
         {"scale": like(scale, 2, None, None)},
@@ -56,6 +57,7 @@ q must be uint8, got int8
 E must be between 1 and 1024, got 0
 N must be a positive multiple of 16, got 24
 K must be a positive multiple of 32, got 144
+K must be at most 4194304, got 4194336
 scale must be 3-D, got 2-D
 scale must be uint8, got float32
 E differs: q has 3, scale has 2
