@@ -272,5 +272,6 @@ class GroupedLinear(HasAdapters):
         return (
             f"num_experts={self.num_experts}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self._has_bias}, recipe={self._recipe}"
+            + ("" if self.weights is None else f", weights={self.weights!r}")
             + "".join(f", lora={lora}" for lora in self._adapters.values())
         )

@@ -324,6 +324,7 @@ class GroupedMLP(HasAdapters):
         return (
             f"num_experts={E}, hidden_size={H}, intermediate_size={F}, bias={bias}, "
             f"activation={activation}, recipe={self.recipe}"
+            + ("" if self.weights is None else f", weights={self.weights!r}")
             + (f", lora={self._adapters}" if self._adapters else "")
         )
 
