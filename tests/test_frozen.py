@@ -310,6 +310,7 @@ def test_state_dicts_that_mean_something_else(kind: Any, weights: Any) -> None:
         r"scale must be \[|size mismatch": fits | {f"{name}_scale_inv": scale[:1]},
     }
     if weights == "fp8":
+        cases["in high precision, or float8_e4m3fn with scales, got int32"] = {name: plain.int()}
         alone = fits | {f"{name}_scale_inv": scale}
         del alone[name]
         cases["scales come without their numbers"] = alone

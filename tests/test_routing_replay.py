@@ -354,7 +354,7 @@ def test_one_replay_at_a_time() -> None:
 
 
 def test_generation_that_takes_tokens_back() -> None:
-    """Beams exchange sequences, and guessed tokens are taken back: neither is recorded."""
+    """Beams exchange sequences, guessed tokens are taken back, no cache has them come again."""
     model, prompt = converted("mixtral").eval(), tokens("cpu", B, 5)
     other = deepcopy(model)
     modes: dict[str, dict[str, Any]] = {
@@ -362,6 +362,7 @@ def test_generation_that_takes_tokens_back() -> None:
         "beam_sample": {"num_beams": 2, "do_sample": True},
         "assisted_generation": {"prompt_lookup_num_tokens": 2},
         "custom_generate": {"custom_generate": lambda *_, **__: None},
+        "use_cache=False": {"use_cache": False},
     }
     for context in (record_routing(model, B, 16), replay_routing(model, random_experts())):
         with context:

@@ -4,7 +4,8 @@ A model whose weights are kept so is told apart from a plain one by nothing but 
 gathers. E experts, T rows, K in_features, N out_features.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from grouped_linear import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
+    GroupedLinear,
     GroupedMLP,
     Recipe,
+    convert,
 )
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
@@ -41,6 +45,7 @@ from support.processes import PROCESSES, Checks, Passes, device
 
 E, T, H, F = 4, 40, 32, 144
 BF16, FP32 = torch.bfloat16, torch.float32
+COUNTS = torch.tensor([15, 0, 20, 5])
 
 
 def rounded(t: Tensor, offs: Tensor | None, layouts: Any) -> Tensor:
@@ -365,3 +370,66 @@ def test_two_processes(check: str, passes: Passes) -> None:
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_gpus(check: str, passes_on_gpus: Callable[[str], None]) -> None:
     passes_on_gpus(check)
+
+
+@pytest.fixture
+def one_process() -> Iterator[Any]:
+    """A mesh of this process alone, where FSDP2 gathers nothing."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def alone(mesh: Any, **options: Any) -> tuple[Any, Any]:
+    """A layer in both precisions, sharded, which has run once and is resharded; and a plain one."""
+    torch.manual_seed(0)
+    made = {"bias": False, "recipe": RECIPES["block"]}
+    sharded, plain = GroupedLinear(E, H, F, weights="both", **made), GroupedLinear(E, H, F, **made)
+    plain.load_state_dict(sharded.state_dict())
+    fully_shard(sharded, mesh=mesh, **options)
+    sharded(torch.randn(T, H).to(BF16 if options else FP32), COUNTS)
+    sharded.reshard()
+    return sharded, plain
+
+
+def test_scales_of_one_process_follow_writes(one_process: Any) -> None:
+    """They travel as metadata, which FSDP2 does not fill again."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    sharded, plain = alone(one_process, mp_policy=policy)
+    with torch.no_grad():
+        sharded.weight.mul_(16)
+        plain.weight.mul_(16)
+    x = torch.randn(T, H).to(BF16)
+    assert_same_bits(sharded(x, COUNTS).detach(), plain.to(BF16)(x, COUNTS).detach())
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.float64])
+def test_an_assigned_shard_stays_in_both_precisions(one_process: Any, dtype: torch.dtype) -> None:
+    sharded, plain = alone(one_process)
+    w, x = torch.randn(E, F, H), torch.randn(T, H)
+    state = {"weight": distribute_tensor(w.to(dtype), one_process, [Shard(0)])}
+    sharded.load_state_dict(state, assign=True)
+    plain.load_state_dict({"weight": w})
+    assert isinstance(sharded.weight.to_local(), GroupedTensorWithMaster)
+    assert_same_bits(sharded(x, COUNTS).detach(), plain(x, COUNTS).detach())
+
+
+def test_gradients_of_transposed_weights(one_process: Any) -> None:
+    """GPT-OSS stores [E, K, N]: a parameter that FSDP2 gathered in FP8 has its gradient, too."""
+    config = GptOssConfig(
+        num_hidden_layers=1, hidden_size=64, intermediate_size=64, num_local_experts=4,
+        num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+        vocab_size=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    whole = GptOssForCausalLM(config)
+    sharded = copy.deepcopy(whole)
+    tokens = torch.randint(64, (2, 16))
+    for model in (whole, sharded):
+        convert(model, RECIPES["block"], weights="both")
+    fully_shard(sharded.model.layers[0], mesh=one_process)
+    for model in (whole, sharded):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    for (name, p), q in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+        if "experts" in name:
+            assert_same_bits(q.grad.full_tensor(), p.grad)

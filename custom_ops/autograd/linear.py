@@ -213,6 +213,8 @@ def _backward_takes_one_op(ctx: Any) -> bool:
     """Whether an eager backward may be one op, which returns weight gradients."""
     projection = ctx.projection
     returned = projection.main_grad is None and ctx.defer_wgrad is None and not ctx.save_input
+    if projection.stored is not None and projection.stored.weight.is_mxfp4:
+        return False  # the op multiplies e4m3
     return returned and projection.recipe.has_linear_grad_op and _may_take_one_op(projection)
 
 

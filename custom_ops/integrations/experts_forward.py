@@ -151,9 +151,25 @@ def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, St
     assert scale is not None
     q_t = ops.transpose_weight(q) if q_t is None else q_t
     transposed = QuantizedWeight(q_t, scale.mT if scale.dim() == 3 else scale, q)
-    learns = isinstance(stored, GroupedTensorWithMaster)
-    w = stored.transpose(1, 2) if learns else q_t
-    return w, StoredWeight(transposed)
+    if isinstance(stored, GroupedTensorWithMaster):
+        return stored.transpose(1, 2), StoredWeight(transposed)
+    return _TransposedStandIn.apply(stored), StoredWeight(transposed)
+
+
+class _TransposedStandIn(torch.autograd.Function):
+    """What takes the gradient of a weight that FSDP2 gathered in FP8, which no view is made of."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Any) -> Tensor:
+        """Give a tensor [E, N, K] without memory, of the dtype that ``w`` [E, K, N] stands for."""
+        E, K, N = w.shape
+        stand_in: Tensor = w.scale.new_empty((), dtype=w.dtype).expand(E, N, K)
+        return stand_in
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Transpose the gradient."""
+        return grads[0].transpose(1, 2)
 
 
 def is_in_fp8(experts: Any) -> bool:

@@ -79,10 +79,12 @@ def _generate(op: str, model: Any, layers: list[Any]) -> Callable[..., Any]:
             mode = "custom_generate"
         if config.is_assistant:
             mode = "an assistant"
+        if config.use_cache is False:
+            mode = "use_cache=False"
         if mode not in ("greedy_search", "sample"):
             raise ValueError(
-                f"{op}: generate by {mode} exchanges sequences or takes tokens back: decode "
-                "greedily, or sample"
+                f"{op}: generate by {mode} exchanges sequences, or takes tokens back or again: "
+                "decode greedily, or sample, with a cache"
             )
         if options.get("past_key_values") is None:
             for layer in layers:

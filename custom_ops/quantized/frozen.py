@@ -324,7 +324,7 @@ class KeepsFrozen(nn.Module):
             _check_parts(STORAGES["fp8"], *map(local_part, parts))
             plain = dequantize_blocks(local_part(parts[0]), local_part(parts[1]), dtype)
             state_dict[key] = distributed_like(w, plain) if is_dtensor(w) else plain
-        elif w.dtype.itemsize == 1:
+        elif w.dtype.itemsize == 1 or (frozen is not None and not w.is_floating_point()):
             values = E4M3 if frozen is None else frozen.storage.values
             raise ValueError(
                 f"it must be in high precision, or {dtype_name(values)} with scales, got "

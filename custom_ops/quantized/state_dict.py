@@ -31,10 +31,13 @@ def as_master(own: Any, w: Tensor) -> Tensor:
 
     A write through the loaded tensor itself would not show.
     """
-    if not isinstance(own, GroupedTensorWithMaster) or w.shape != own.shape:
+    master, local = local_part(own), local_part(w)
+    if not isinstance(master, GroupedTensorWithMaster) or local.shape != master.shape:
         return w
-    w = w.dequantize() if isinstance(w, GroupedTensorWithMaster) else w
-    return own.of(w.clone(memory_format=torch.contiguous_format)) if w.dtype in ACTIVATIONS else w
+    local = local.dequantize() if isinstance(local, GroupedTensorWithMaster) else local
+    dtype = local.dtype if local.dtype in ACTIVATIONS else master.dtype
+    kept = master.of(local.to(dtype, copy=True, memory_format=torch.contiguous_format))
+    return distributed_like(w, kept) if is_dtensor(w) else kept
 
 
 def sent_as_bytes(q: Any) -> Any:

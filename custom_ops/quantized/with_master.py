@@ -401,7 +401,9 @@ class GroupedTensorWithMaster(Tensor):
         out: Any = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight from what FSDP2 gathered: in FP8 alone, or plain."""
-        if out is not None:  # FSDP2 has filled its tensors again
+        if out is not None:  # FSDP2 has filled what it gathers again, which metadata is not
+            if own_scale is not None:
+                out.scale = own_scale
             return None
         if self.recipe.weight.quantize is not None:
             return gathered[0], ()
