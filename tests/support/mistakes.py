@@ -227,6 +227,16 @@ def bad_weights() -> list[Arguments]:
     ]
 
 
+WEIGHT_SENTENCES = """\
+w must be 3-D, got 2-D
+w must be bfloat16, float16 or float32, got float64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+N must be a positive multiple of 16, got 24
+K must be a positive multiple of 16, got 8
+"""
+
+
 def refresh_mistakes(good: Sample) -> list[Arguments]:
     """Of a weight of an expert a tensor; a kept tensor that is not contiguous is for one of all."""
     packed = [torch.stack(good["w"])]

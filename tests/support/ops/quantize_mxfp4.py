@@ -7,7 +7,7 @@ import torch
 
 from support import reference
 from support.groups import Groups
-from support.mistakes import bad_weights, like
+from support.mistakes import WEIGHT_SENTENCES, bad_weights, like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import weight, whole_blocks
 
@@ -44,12 +44,7 @@ OP = OpInfo(
         "special": {"special": True},
     },
     too_large=(({"w": 1}, {}),),
-    sentences="""\
-w must be 3-D, got 2-D
-w must be bfloat16, float16 or float32, got float64
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-N must be a positive multiple of 16, got 24
-K must be a positive multiple of 16, got 8
+    sentences=WEIGHT_SENTENCES
+    + """\
 K must be a positive multiple of 32, got 144""",
 )

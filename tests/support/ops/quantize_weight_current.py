@@ -7,7 +7,7 @@ import torch
 
 from support import expected as must
 from support.groups import Groups
-from support.mistakes import BAD_EPSILONS, bad_weights
+from support.mistakes import BAD_EPSILONS, WEIGHT_SENTENCES, bad_weights
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import weight
 
@@ -36,13 +36,8 @@ OP = OpInfo(
     },
     too_large=(({"w": 1}, {}),),
     benchmark="bench_group_quantize",
-    sentences="""\
-w must be 3-D, got 2-D
-w must be bfloat16, float16 or float32, got float64
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-N must be a positive multiple of 16, got 24
-K must be a positive multiple of 16, got 8
+    sentences=WEIGHT_SENTENCES
+    + """\
 amax_epsilon must be finite and not negative, got -0.5
 amax_epsilon must be finite and not negative, got inf
 amax_epsilon must be finite and not negative, got nan""",

@@ -7,7 +7,7 @@ import torch
 
 from support import expected as must
 from support.groups import Groups
-from support.mistakes import BAD_SCALES, bad_weights
+from support.mistakes import BAD_SCALES, WEIGHT_SENTENCES, bad_weights
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.operands import recorded_amax, scales
 from support.tensors import weight
@@ -39,13 +39,8 @@ OP = OpInfo(
         "transposed": {"layout": "transposed"},
     },
     too_large=(({"w": 1}, {}),),
-    sentences="""\
-w must be 3-D, got 2-D
-w must be bfloat16, float16 or float32, got float64
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-N must be a positive multiple of 16, got 24
-K must be a positive multiple of 16, got 8
+    sentences=WEIGHT_SENTENCES
+    + """\
 scale must be 1-D, got 2-D
 scale must be float32, got bfloat16
 E differs: scale has 2, w has 3
