@@ -40,14 +40,15 @@ def takes_one_op(projection: Projection, save_input: bool) -> bool:
 
 
 def _may_take_one_op(projection: Projection) -> bool:
-    """Whether this is an eager call with one packed weight, stored as it is multiplied.
+    """Whether this is an eager call with one packed weight, stored as it is multiplied, in e4m3.
 
     A compiled graph has the separate ops: passes look for them, and an op costs no time there.
     """
     if not projection.recipe.has_linear_op or torch.compiler.is_compiling():
         return False
     weight = projection.weights[0]
-    return projection.adapter is None and not (weight.dim() == 2 or is_transposed(weight))
+    other = weight.dim() == 2 or is_transposed(weight) or projection.in_mxfp4
+    return projection.adapter is None and not other
 
 
 NOTHING = Parameters(False, False, False, False)
@@ -213,8 +214,6 @@ def _backward_takes_one_op(ctx: Any) -> bool:
     """Whether an eager backward may be one op, which returns weight gradients."""
     projection = ctx.projection
     returned = projection.main_grad is None and ctx.defer_wgrad is None and not ctx.save_input
-    if projection.stored is not None and projection.stored.weight.is_mxfp4:
-        return False  # the op multiplies e4m3
     return returned and projection.recipe.has_linear_grad_op and _may_take_one_op(projection)
 
 

@@ -117,12 +117,16 @@ class Projection(NamedTuple):
         return w
 
     @property
+    def in_mxfp4(self) -> bool:
+        """Whether the weight is stored in MXFP4."""
+        return self.stored is not None and self.stored.weight.is_mxfp4
+
+    @property
     def transposes_weight(self) -> bool:
         """Whether the weight is stored for fprop alone, and the backward transposes it."""
-        stored = self.stored
-        if stored is None or stored.weight.is_mxfp4:
+        if self.stored is None or self.in_mxfp4:
             return False
-        return self.recipe.weight.quantize is None and stored.weight.columnwise is None
+        return self.recipe.weight.quantize is None and self.stored.weight.columnwise is None
 
     def fprop(
         self,
@@ -157,7 +161,7 @@ class Projection(NamedTuple):
             w = quantize_weight(weights, self.recipe.weight, Layouts(False, True))
             assert w.columnwise is not None
             columnwise, scale = w.columnwise, w.columnwise_scale
-        if self.stored is not None and self.stored.weight.is_mxfp4:
+        if self.in_mxfp4:
             w = Operands(None, None, columnwise, scale)
         else:
             w = weight_for_dgrad(columnwise, scale, self.recipe.weight)

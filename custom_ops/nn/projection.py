@@ -69,8 +69,7 @@ def arguments_of_layer(
     state, cache = getattr(layer, f"{name}_state"), getattr(layer, f"{name}_cache")
     main_grad = stored = None
     if frozen is not None:
-        weight = frozen.stand_in if frozen.is_mxfp4 else frozen.values
-        tensors, stored = (weight,), StoredWeight(frozen)
+        tensors, stored = (frozen.stand_in,), StoredWeight(frozen)
     else:
         if layer.fuse_wgrad_accumulation and torch.is_grad_enabled():
             main_grad = main_grad_of(owner, weights, first)

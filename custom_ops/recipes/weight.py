@@ -43,7 +43,9 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def stand_in(self) -> Tensor:
-        """[E, N, K] without memory, for code that asks a weight for its sizes."""
+        """[E, N, K], for code that asks a weight for its sizes; of MXFP4 without memory."""
+        if not self.is_mxfp4:
+            return self.values
         return self.values[..., :1].expand(*self.values.shape[:2], 2 * self.values.size(2))
 
     def operands(self, columnwise: bool) -> Operands:
