@@ -237,7 +237,7 @@ class KeepsFrozen(nn.Module):
         values, scale, _ = weight.each(local_part)
         assert scale is not None
         w = frozen.storage.dequantize(values, scale, dtype or frozen.dtype)
-        return distributed_like(own, w) if is_dtensor(own) else w
+        return distributed_like(own, w)
 
     @contextmanager
     def drawn(self, name: str, weight: Any) -> Iterator[Any]:
@@ -313,21 +313,21 @@ class KeepsFrozen(nn.Module):
         frozen, w, scale = self._frozen.get(name), state_dict[key], state_dict.get(key + SCALE)
         if frozen is None and w.dtype == own.dtype:
             return
-        if w.dtype == (E4M3 if frozen is None else frozen.storage.values):
-            is_mxfp4 = frozen is not None and frozen.weights == "mxfp4"
-            parts = w, (_as_bytes if is_mxfp4 else _as_float)(w, scale, key + SCALE)
+        storage = STORAGES["fp8"] if frozen is None else frozen.storage
+        if w.dtype == storage.values:
+            parts = w, _scale_of(w, scale, storage, key + SCALE)
             if frozen is not None:
                 state_dict[key], state_dict[key + SCALE] = _as_bits(frozen, parts)
                 return
             del state_dict[key + SCALE]
             dtype = own.dtype if own.dtype in ACTIVATIONS else torch.float32
-            _check_parts(STORAGES["fp8"], *map(local_part, parts))
-            plain = dequantize_blocks(local_part(parts[0]), local_part(parts[1]), dtype)
-            state_dict[key] = distributed_like(w, plain) if is_dtensor(w) else plain
+            q, local_scale = map(local_part, parts)
+            _check_parts(storage, q, local_scale)
+            plain = storage.dequantize(q, local_scale, dtype)
+            state_dict[key] = distributed_like(w, plain)
         elif w.dtype.itemsize == 1 or (frozen is not None and not w.is_floating_point()):
-            values = E4M3 if frozen is None else frozen.storage.values
             raise ValueError(
-                f"it must be in high precision, or {dtype_name(values)} with scales, got "
+                f"it must be in high precision, or {dtype_name(storage.values)} with scales, got "
                 f"{dtype_name(w.dtype)}"
             )
         elif frozen is not None:
@@ -350,7 +350,7 @@ def _quantized(w: Any, frozen: Frozen) -> Parts:
             f"it is split inside of each expert, {w.placements}: shard a frozen weight by experts"
         )
     parts = frozen.storage.quantize(local, frozen.recipe)
-    q, scale = (distributed_like(w, part) if is_dtensor(w) else part for part in parts)
+    q, scale = (distributed_like(w, part) for part in parts)
     return q, scale
 
 
@@ -365,27 +365,19 @@ def _is_same_memory(a: Any, b: Any) -> bool:
     return bool(a.shape == b.shape and a.data_ptr() == b.data_ptr())
 
 
-def _as_bytes(w: Any, scale: Any, name: str) -> Tensor:
-    """The E8M0 scales of numbers in a state dict, as uint8."""
+def _scale_of(w: Any, scale: Any, storage: Storage, name: str) -> Tensor:
+    """The scales of numbers in a state dict, in a dtype that holds all of those a file may have."""
     if not isinstance(scale, Tensor):
         raise ValueError(f"{dtype_name(w.dtype)} needs scales, {name}, which are missing")
-    if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+    if storage.scale.is_floating_point:
+        kind, fits = "float", scale.is_floating_point() and scale.dtype.itemsize > 1
+    else:
+        kind, fits = "uint8", scale.dtype == torch.uint8
+    if not fits and scale.dtype != torch.float8_e8m0fnu:
         raise ValueError(
-            f"{name} must be scales in uint8 or float8_e8m0fnu, got {dtype_name(scale.dtype)}"
+            f"{name} must be scales in {kind} or float8_e8m0fnu, got {dtype_name(scale.dtype)}"
         )
-    return scale.view(torch.uint8)
-
-
-def _as_float(w: Any, scale: Any, name: str) -> Tensor:
-    """The scales of numbers in a state dict, in float32, which holds all that there are."""
-    if not isinstance(scale, Tensor):
-        raise ValueError(f"{dtype_name(w.dtype)} needs scales, {name}, which are missing")
-    is_e8m0 = scale.dtype == torch.float8_e8m0fnu
-    if not (is_e8m0 or (scale.is_floating_point() and scale.dtype.itemsize > 1)):
-        raise ValueError(
-            f"{name} must be scales in float or float8_e8m0fnu, got {dtype_name(scale.dtype)}"
-        )
-    return scale.float()
+    return scale.float() if kind == "float" else scale.view(torch.uint8)
 
 
 def _check_parts(storage: Storage, q: Tensor, scale: Tensor) -> None:

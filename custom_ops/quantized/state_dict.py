@@ -22,8 +22,7 @@ def for_state_dict(w: Any) -> Any:
     local = local_part(w)
     if isinstance(w, nn.Parameter) or not isinstance(local, GroupedTensorWithMaster):
         return w
-    plain = local.for_state_dict()
-    return distributed_like(w, plain) if is_dtensor(w) else plain
+    return distributed_like(w, local.for_state_dict())
 
 
 def as_master(own: Any, w: Tensor) -> Tensor:
@@ -37,7 +36,7 @@ def as_master(own: Any, w: Tensor) -> Tensor:
     local = local.dequantize() if isinstance(local, GroupedTensorWithMaster) else local
     dtype = local.dtype if local.dtype in ACTIVATIONS else master.dtype
     kept = master.of(local.to(dtype, copy=True, memory_format=torch.contiguous_format))
-    return distributed_like(w, kept) if is_dtensor(w) else kept
+    return distributed_like(w, kept)
 
 
 def sent_as_bytes(q: Any) -> Any:

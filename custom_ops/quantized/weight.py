@@ -111,7 +111,9 @@ def is_by_experts(w: Any) -> bool:
 
 
 def distributed_like(like: Any, local: Tensor) -> Any:
-    """A DTensor of this process's part, sharded by experts as `like` is."""
+    """Make a DTensor, sharded as `like` is, of a process's part; where `like` is none, the part."""
+    if not is_dtensor(like):
+        return local
     shape = like.shape[:1] + local.shape[1:]
     return type(like).from_local(
         local,
