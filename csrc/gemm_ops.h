@@ -7,7 +7,7 @@
 
 namespace grouped_linear {
 
-// Of another number of dimensions as it is: the checks refuse it.
+// A tensor of another number of dimensions stays as it is: the checks refuse it.
 inline Tensor transposed_b(const Tensor& b) { return b.dim() == 3 ? transposed(b) : b; }
 
 inline LowRank low_rank(const std::optional<Tensor>& a_low, const std::optional<Tensor>& b_low) {

@@ -32,7 +32,7 @@ enum WatchColumn {
 
 constexpr int64_t kMaxParts = 64;
 
-// Of each group at most so many are read: rows, blocks of 128 rows, and 128 times as many rows of
+// At most so many of each group are read: rows, blocks of 128 rows, and 128 times as many rows of
 // scales.
 GROUPED_LINEAR_DEVICE int watched_of(int n, int64_t most) {
   return n < most ? n : static_cast<int>(most);

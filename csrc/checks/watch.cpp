@@ -42,7 +42,7 @@ void check_scale(const Tensor& scale, const MaybeTensor& q, const Tensor& stats)
   }
 }
 
-// Of a weight [E, N, K].
+// Checks a weight [E, N, K].
 WatchedSize check_weight_of(const Tensor& stats, const MaybeTensor& x, const MaybeTensor& q) {
   const Tensor& first = x ? *x : *q;
   const char* name = x ? "x" : "q";

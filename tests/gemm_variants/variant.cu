@@ -311,7 +311,7 @@ bool m_grouped(const char* name, const std::vector<int>& rows, int rest, int N, 
   };
   TensorMaps maps{};
   maps.a = tensor_map(a.data, kElementType, item, {K, T}, {K}, {line, kTileM / 2});
-  maps.b = map_of_b(Config::kTileN / Config::kBPieces);
+  maps.b = map_of_b(Config::kTileN / Config::kBBoxes);
   maps.narrow_b = map_of_b(kNarrowTileN);
   maps.out = out_map<Config>(epilogue, N);
   Scale128x128View view{};
@@ -368,7 +368,7 @@ bool k_grouped(const char* name, const std::vector<int>& rows, int N, int K) {
                         {kPaddedBlock, features * kPaddedBlock}, {kSwizzleBytes, box, 1});
     };
     maps.a = map_of(a.data, N, kTileM / 2);
-    maps.b = map_of(b.data, K, Config::kTileN / Config::kBPieces);
+    maps.b = map_of(b.data, K, Config::kTileN / Config::kBBoxes);
     maps.scale_a = scale_map(scale_a.data, N, blocks, kTileM);
     maps.scale_b = scale_map(scale_b.data, K, blocks, Config::kTileN);
   } else {

@@ -3,8 +3,8 @@
 //
 // Numbers count pairs of neighbouring tiles (one pair a cluster on sm_90). As long as a group has
 // two more row tiles, a pair lies one below the other and shares b's tile. The tiles of a last odd
-// row lie beside one another and share a's tile. So do all tiles of a Config that shares no b, but
-// for a single column of them with Config::kPairsLoneColumn.
+// row lie beside one another and share a's tile. So do all tiles of a Config without kMulticastB,
+// but for a single column of them with Config::kLoneColumnAlongM.
 #pragma once
 
 #include <cstdint>
@@ -56,16 +56,16 @@ struct alignas(16) WorkTile {
   int col;               // first column; past the last in a block that has nothing to do
   int k_blocks;          // -1: there are no more tiles
   int k_begin, k_count;  // K-grouped: the first row (16-bit) or padded block (FP8), and the rows
-  // Bit 0: the pair lies one below the other (else side by side). A split-K slice adds the partial
-  // sums of `source_count` workspace slots (bits 16 to 23) from slot `source_slot` (8 to 15) on, or
-  // writes its own to slot `destination_slot` (24 to 31). See split_k.cuh.
+  // Bit 0: the cluster lies along M, one tile below the other (else side by side). A split-K slice
+  // adds the partial sums of `source_count` workspace slots (bits 16 to 23) from slot `source_slot`
+  // (8 to 15) on, or writes its sums to slot `destination_slot` (24 to 31). See split_k.cuh.
   uint32_t bits;
 
   static constexpr int kMaxSlots = 255;
   __device__ static uint32_t split_k_bits(int source, int count, int destination) {
     return source << 8 | count << 16 | destination << 24;
   }
-  __device__ bool in_row_pair() const { return bits & 1; }
+  __device__ bool cluster_along_m() const { return bits & 1; }
   __device__ bool is_split_k() const { return bits > 1; }
   __device__ int source_slot() const { return bits >> 8 & kMaxSlots; }
   __device__ int source_count() const { return bits >> 16 & kMaxSlots; }
@@ -87,7 +87,7 @@ __host__ __device__ __forceinline__ int col_tiles(const GemmShape& shape) {
 // Pairs of tiles one below the other, of `rows` row tiles in each of `cols` columns.
 template <typename Config>
 __host__ __device__ __forceinline__ int row_pairs(int rows, int cols) {
-  return Config::kSharesB || (Config::kPairsLoneColumn && cols == 1) ? rows / 2 : 0;
+  return Config::kMulticastB || (Config::kLoneColumnAlongM && cols == 1) ? rows / 2 : 0;
 }
 
 // Pairs in a matrix of rows x cols tiles: pairs of rows, then pairs of columns in a last odd row.

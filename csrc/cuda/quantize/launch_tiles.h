@@ -85,7 +85,7 @@ struct GroupedInput {
   GroupedMatrix groups;
 };
 
-// Of a weight [E, N, K], or of E of [N, K].
+// The outputs of a weight [E, N, K], or of E of [N, K].
 inline WeightOutputs outputs_of(const QuantizedWeight& w, int64_t N, int64_t K) {
   return {static_cast<int>(N), static_cast<int>(K), mutable_data_or_null<uint8_t>(w.q),
           mutable_data_or_null<uint8_t>(w.q_t), mutable_data<float>(w.scale)};

@@ -51,7 +51,7 @@ struct GemmConfig {
 
   // tile_order.cuh
   static constexpr int kPaddedBlock = sm80::kPaddedBlock;
-  static constexpr bool kSharesB = true, kPairsLoneColumn = false;
+  static constexpr bool kMulticastB = true, kLoneColumnAlongM = false;
 
   static_assert(!kFp8 || (kAMajor == Major::kK && kBMajor == Major::kK),
                 "FP8 operands are dense along K: ldmatrix cannot transpose bytes");

@@ -50,9 +50,9 @@ constexpr int kMaxSharedBytes = 227 * 1024;  // of a block on sm_90
 // a's row scales are loaded from a multiple of 4 rows on, and a tile may start at any row.
 constexpr int kRowScaleAlignment = kScaleRowMultiple;
 
-// What the store warps do: store the tile, or elementwise arithmetic on it first. Of gate and up:
-// b's columns are gate's, then up's. Half of a tile's are gate's, the others the same ones of up.
-enum class StoreWork { kStore, kElementwise, kElementwiseOfGateUp };
+// What the store warps do: store the tile, or elementwise arithmetic on it first. Gated: b's columns
+// are gate's, then up's. Half of a tile's are gate's, the others the same ones of up.
+enum class StoreWork { kStore, kElementwise, kGatedElementwise };
 
 // A member of a struct that has no default: without its initializer the struct does not compile.
 template <typename T>
@@ -107,23 +107,23 @@ struct GemmConfig {
   static constexpr Major kAMajor = traits.a_major, kBMajor = traits.b_major;
   static constexpr bool kGathersRows = traits.gathers, kTransposed = traits.transposed;
   static constexpr bool kElementwise = traits.store_work != StoreWork::kStore;
-  static constexpr bool kGateUp = traits.store_work == StoreWork::kElementwiseOfGateUp;
+  static constexpr bool kGated = traits.store_work == StoreWork::kGatedElementwise;
 
-  // Narrow tiles reuse the wide tile's shared memory. Of gate and up they have whole lines each.
+  // Narrow tiles reuse the wide tile's shared memory. Gated, they have whole lines of gate and of up.
   static constexpr bool kNarrow = traits.narrow;
   static constexpr int kWideTileN = traits.tile_n;
-  static constexpr int kNarrowCols = kGateUp ? 2 * kNarrowTileN : kNarrowTileN;
+  static constexpr int kNarrowCols = kGated ? 2 * kNarrowTileN : kNarrowTileN;
   // Whether math warps decode b: each warpgroup 64 columns of it, for all rows of a's tile.
   static constexpr bool kDecodesB = !std::is_same_v<StoredB, B>;
   static constexpr int kTileM = DecodedOf<StoredB>::kRows;
   static constexpr int kTileN = kNarrow ? kNarrowCols : kWideTileN;
   static constexpr int kPaddedBlock = sm90::kPaddedBlock;
   // Boxes in which TMA loads b's tile: one a block where the cluster shares it.
-  static constexpr int kNarrowPieces = kGateUp ? 2 : 1, kBPieces = kNarrow ? kNarrowPieces : 2;
-  // Whether the blocks of a pair share b where one tile lies below the other. Narrow tiles do not,
-  // and lie so only where they have all columns: side by side, one of two would have none. In FP8
-  // ptxas would spill for that, and nobody asks for such products.
-  static constexpr bool kSharesB = !kNarrow, kPairsLoneColumn = kNarrow && !kFp8;
+  static constexpr int kNarrowBBoxes = kGated ? 2 : 1, kBBoxes = kNarrow ? kNarrowBBoxes : 2;
+  // Whether a cluster along M shares b by multicast. Narrow tiles do not, and lie along M only where
+  // they have all columns: side by side, one of two would have none. In FP8 ptxas would spill for
+  // that, and nobody asks for such products.
+  static constexpr bool kMulticastB = !kNarrow, kLoneColumnAlongM = kNarrow && !kFp8;
 
   // Whether its k-blocks come before the first product's, see low_rank.cuh.
   static constexpr bool kLowRank = traits.low_rank, kLowRankFirst = kLowRank && kBlockScaled;
@@ -209,7 +209,7 @@ struct GemmConfig {
   static_assert(!kDecodesB || (!kKGrouped && !kElementwise && !kFp8 && !kGathersRows),
                 "b in MXFP4 is the weight of an M-grouped GEMM in 16 bits");
   static_assert(
-      kBMajor == Major::kK || kDecodesB || kTileN / kBPieces % 64 == 0,
+      kBMajor == Major::kK || kDecodesB || kTileN / kBBoxes % 64 == 0,
       "an M/N-major b is loaded in columns of 64: half a tile must be a multiple of that");
   static_assert(!kTransposed || (kKGrouped && !kFp8 && kTileN == 256),
                 "what is stored transposed are weight gradients in 16 bits");

@@ -160,10 +160,10 @@ struct ElementwiseEpilogue {
 };
 
 // h = SwiGLU of gate and up. The output [T, 2 F] is gate_up, with bias, which may be left
-// unwritten. A tile has the same columns of gate and of up (GateUp in config.h) or, interleaved,
+// unwritten. A tile has the same columns of gate and of up (kGated in config.h) or, interleaved,
 // neighbours.
 template <typename Form, bool interleaved>
-struct SwigluOfGateUp {
+struct SwigluForward {
   struct Arguments : EpilogueArguments {
     void* h;  // [T, F] of the operands' type
     bool keep_gate_up;
@@ -176,7 +176,7 @@ struct SwigluOfGateUp {
                                                   const Arguments& args, const GemmShape& shape,
                                                   const WorkTile& tile) {
     using T = typename Config::A;
-    static_assert(interleaved != Config::kGateUp);
+    static_assert(interleaved != Config::kGated);
     if (args.bias == nullptr) return;
     constexpr int half = Config::kTileN / 2;
     const int F = shape.cols / 2;
@@ -251,7 +251,7 @@ struct SwigluOfGateUp {
 // as partial sums of 64 columns each, whatever the tile's width, so that a row's sum does not
 // depend on other rows.
 template <typename Form, bool interleaved>
-struct SwigluGradOfDh {
+struct SwigluBackward {
   struct Arguments : EpilogueArguments {
     const void* gate_up;  // [T, 2 F] of the operands' type
     int64_t stride;       // elements between its rows, which are aligned to 16 bytes
@@ -286,7 +286,7 @@ struct SwigluGradOfDh {
     // of 16 neighbours.
     const int gate_col = inside ? (interleaved ? 2 : 1) * col : 0, up = interleaved ? 8 : F;
     const auto* from = static_cast<const T*>(args.gate_up) + gate_col;
-    // Of so many rows gate and up are on their way while others are computed.
+    // Gate and up of so many rows are on their way while others are computed.
     constexpr int ahead = 4;
     FragmentRow<T> next_gate[ahead], next_up[ahead];
     float next_weight[ahead];

@@ -80,12 +80,12 @@ __device__ __forceinline__ void GatherProducer::load_b(SharedStorage<Config>& sh
   constexpr uint16_t all = (1 << kClusterSize) - 1;
   const int rank = shared.rank;
   mbarrier_arrive_expect_tx(&shared.full[stage], Config::kBBytes);
-  if (Config::kSharesB && tile.in_row_pair()) {
+  if (Config::kMulticastB && tile.cluster_along_m()) {
     TmaProducer::load_b<Config>(shared, maps, tile, stage, k_block, rank, all);
   } else {
 #pragma unroll
-    for (int piece = 0; piece < Config::kBPieces; ++piece)
-      TmaProducer::load_b<Config>(shared, maps, tile, stage, k_block, piece, 0);
+    for (int box = 0; box < Config::kBBoxes; ++box)
+      TmaProducer::load_b<Config>(shared, maps, tile, stage, k_block, box, 0);
   }
 }
 
@@ -96,18 +96,18 @@ __device__ __forceinline__ void GatherProducer::load_end_of_b(SharedStorage<Conf
                                                               const TensorMaps& maps,
                                                               const WorkTile& tile, int stage,
                                                               int k_block, int cols) {
-  constexpr int column_bytes = Config::kTileK * kSwizzleBytes, piece = Config::kTileN / 2;
+  constexpr int column_bytes = Config::kTileK * kSwizzleBytes, half = Config::kTileN / 2;
   const int boxes = max((cols - tile.col + 63) / 64, 0);
   uint64_t* full = &shared.full[stage];
   mbarrier_arrive_expect_tx(full, boxes * column_bytes);
   const int k = tile.k_begin + k_block * Config::kTileK;
   const RaggedRows rows(k, tile.k_begin + tile.k_count);
-  const int first = tile.in_row_pair() && shared.rank == 1 ? piece / 64 : 0;
-  const int last = tile.in_row_pair() && shared.rank == 0 ? piece / 64 : Config::kTileN / 64;
+  const int first = tile.cluster_along_m() && shared.rank == 1 ? half / 64 : 0;
+  const int last = tile.cluster_along_m() && shared.rank == 0 ? half / 64 : Config::kTileN / 64;
 #pragma unroll 1
   for (int i = first; i < min(last, boxes); ++i)
     tma_load_4d(shared.stages[stage].b + i * column_bytes, &maps.b, full,
-                tile.in_row_pair() ? (1 << kClusterSize) - 1 : 0, tile.col + 64 * i, rows.c1,
+                tile.cluster_along_m() ? (1 << kClusterSize) - 1 : 0, tile.col + 64 * i, rows.c1,
                 rows.c2, rows.kOrigin);
 }
 
@@ -140,7 +140,7 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorM
     // As a rule both are there: the one after them was published in the tile before.
     if (schedules) scheduler.publish_before(number + 2);
     const WorkTile& tile = wait_for_tile(shared, number);
-    if (threadIdx.x == 0) take_tile(shared, number);
+    if (threadIdx.x == 0) release_tile(shared, number);
     __syncwarp();
     if (tile.k_blocks <= 0) {
       mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
@@ -180,7 +180,7 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorM
       }
       cp_async_commit();
     };
-    // Of a row past the group's end anything, for that is not copied.
+    // Past the group's end it may be anything: such a row is not copied.
     const auto number_of = [&](int k_block) {
       const int64_t number = slot_of(k_block);
       return rows.numbers.clamped(rows.numbers.wide ? number : static_cast<int32_t>(number));

@@ -31,7 +31,7 @@ void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
   const auto launch_in = [&]<TileShape tile, Major major>() {
     using Gemm = MGrouped16Bit<T, major, false, StoreWork::kStore, tile>;
     constexpr bool k_major = major == Major::kK;
-    const CUtensorMap b = k_major ? maps.k_major(Gemm::kTileN / Gemm::kBPieces) : maps.mn_major();
+    const CUtensorMap b = k_major ? maps.k_major(Gemm::kTileN / Gemm::kBBoxes) : maps.mn_major();
     const TensorMaps all = maps.with(b, k_major ? maps.k_major(kNarrowTileN) : b);
     if constexpr (kGathers<T> && tile.n == kTile16Bit.n)
       if (gemm.a_rows)

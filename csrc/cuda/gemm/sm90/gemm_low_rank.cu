@@ -39,7 +39,7 @@ void run_16bit_low_rank(const Launch& launch, const GroupedGemm& gemm, const Low
   if (maps.b.stride(2) == 1) {
     using Gemm = LowRankOf<MGrouped16Bit<T, Major::kK>>;
     const TensorMaps all =
-        maps.with(maps.k_major(Gemm::kTileN / Gemm::kBPieces), maps.k_major(kNarrowTileN));
+        maps.with(maps.k_major(Gemm::kTileN / Gemm::kBBoxes), maps.k_major(kNarrowTileN));
     launch_gemm<Gemm>(launch, all, gemm, {}, gemm.epilogue, low);
   } else {
     const CUtensorMap b = maps.mn_major();

@@ -57,16 +57,16 @@ void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutpu
   if (interleaved) {
     const CUtensorMap b = maps.mn_major();
     return launch_elementwise<Element, Major::kMN, StoreWork::kElementwise,
-                              SwigluOfGateUp<SwigluForm, true>, false>(
+                              SwigluForward<SwigluForm, true>, false>(
         launch, maps.with(b, b), gemm, maps.a,
         {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, swiglu.form});
   }
-  constexpr StoreWork work = StoreWork::kElementwiseOfGateUp;
+  constexpr StoreWork work = StoreWork::kGatedElementwise;
   using Gemm = MGrouped16Bit<Element, Major::kK, false, work>;
-  const TensorMaps all = maps.with(maps.of_gate_up(Gemm::kTileN / Gemm::kBPieces),
-                                   maps.of_gate_up(Gemm::kNarrowCols / Gemm::kNarrowPieces));
+  const TensorMaps all = maps.with(maps.gated(Gemm::kTileN / Gemm::kBBoxes),
+                                   maps.gated(Gemm::kNarrowCols / Gemm::kNarrowBBoxes));
   for_form(swiglu.form, [&]<typename Form>(const Form& form) {
-    launch_elementwise<Element, Major::kK, work, SwigluOfGateUp<Form, false>>(
+    launch_elementwise<Element, Major::kK, work, SwigluForward<Form, false>>(
         launch, all, gemm, maps.a, {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, form});
   });
 }
@@ -83,7 +83,7 @@ void run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const Swiglu
                        std::integral_constant<Major, b_major>, std::bool_constant<in_pairs>,
                        const Form& form, const TensorMaps& all) {
     constexpr bool gathers = std::is_same_v<Form, PlainSwiglu>;
-    launch_elementwise<Element, b_major, StoreWork::kElementwise, SwigluGradOfDh<Form, in_pairs>,
+    launch_elementwise<Element, b_major, StoreWork::kElementwise, SwigluBackward<Form, in_pairs>,
                        gathers>(
         launch, all, gemm, maps.a,
         {linear, gate_up.const_data_ptr(), gate_up.stride(0), data<float>(grad.weight),
@@ -92,7 +92,7 @@ void run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const Swiglu
   if (interleaved) {
     using Gemm = MGrouped16Bit<Element, Major::kK>;
     run(std::integral_constant<Major, Major::kK>(), std::true_type(), grad.form,
-        maps.with(maps.k_major(Gemm::kTileN / Gemm::kBPieces), maps.k_major(kNarrowTileN)));
+        maps.with(maps.k_major(Gemm::kTileN / Gemm::kBBoxes), maps.k_major(kNarrowTileN)));
   } else {
     const CUtensorMap b = maps.mn_major();
     for_form(grad.form, [&]<typename Form>(const Form& form) {

@@ -24,9 +24,9 @@
 // math warps what these leave (kMathRegisters).
 //
 //   role        warps             waits for                        signals
-//   scheduler   1, or with the    tile_taken                       tile_full, in both blocks
+//   scheduler   1, or with the    tile_empty                       tile_full, in both blocks
 //               last store warp
-//   producer    0; 0 and 1 where  tile_full, empty[stage]          tile_taken, full[stage];
+//   producer    0; 0 and 1 where  tile_full, empty[stage]          tile_empty, full[stage];
 //               rows are gathered                                  Scale1x128: scales_full[stage]
 //   scale warp  1 (FP8 with       tile_full, empty[stage] or       full[stage]
 //               block scales)     scales_full[stage]
@@ -136,7 +136,8 @@ __device__ void compute_tiles(SharedStorage<Config>& shared,
   }
 }
 
-// Of a thread of warpgroup 0, and what it leaves of the 168 that each thread has at first.
+// A thread of warpgroup 0 has so many registers, and leaves the rest of the 168 that each has at
+// first to the math warps.
 template <typename Config, typename Epilogue>
 constexpr int kHelperRegisters = larger(ProducerOf<Config>::kRegisters, Epilogue::kRegisters);
 template <typename Config, typename Epilogue>
@@ -202,7 +203,7 @@ __device__ void prologue(Control& control, const TensorMaps& maps) {
     }
     for (int slot = 0; slot < kTileSlots; ++slot) {
       mbarrier_init(&control.tile_full[slot], 1);
-      mbarrier_init(&control.tile_taken[slot], 1);
+      mbarrier_init(&control.tile_empty[slot], 1);
     }
     control.rank = static_cast<int>(cluster_rank());
     for (int i = 0; i < kMathWarpgroups; ++i) {

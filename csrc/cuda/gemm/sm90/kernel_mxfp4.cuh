@@ -15,8 +15,8 @@
 // writes it, 256, and the codes are written and read, 128.
 //
 //   role           warps     waits for                         signals
-//   producer       0         tile_full, empty[stage]           tile_taken, full[stage]
-//   scheduler,     2         tile_taken                        tile_full, in both blocks
+//   producer       0         tile_full, empty[stage]           tile_empty, full[stage]
+//   scheduler,     2         tile_empty                        tile_full, in both blocks
 //   and zeros
 //   packed loader  3         tile_full, packed_empty[stage]    packed_full[stage]
 //   math           4 to 11   full[stage], packed_full[stage]   empty[stage] of both blocks,
@@ -36,7 +36,8 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// Of a thread of warpgroup 0, and what it leaves to a math thread of those that all have at first.
+// A thread of warpgroup 0 has so many registers, and leaves the rest of those that each has at first
+// to the math warps.
 constexpr int kMxfp4HelperRegisters = TmaProducer::kRegisters;
 template <typename Config>
 constexpr int kMxfp4MathRegisters =
@@ -185,7 +186,7 @@ class WeightFragments {
     }
   }
 
-  // Of the k-block that was loaded. Then its stage may be filled again.
+  // Decodes the k-block that was loaded. Then its stage may be filled again.
   __device__ __forceinline__ void decode(int k_block, bool is_last, uint32_t (&to)[16]) {
     if constexpr (kKMajor) {
 #pragma unroll
@@ -415,7 +416,7 @@ __device__ void multiply_tiles(SharedStorage<Config>& shared, const TensorMaps& 
         const int cols[] = {tile.col + weight.first_col(), tile.col + weight.second_col()};
 #pragma unroll 1
         for (int k = 0; k < low.operands.r; k += 16) {
-          // Of two columns elements 2 (lane % 4) and the next, then those 8 further on.
+          // Elements 2 (lane % 4) and the next of two columns, then those 8 further on.
           uint32_t fragment[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
@@ -494,7 +495,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) __cluster_dims__(kCluster
     }
     for (int slot = 0; slot < kTileSlots; ++slot) {
       mbarrier_init(&shared.tile_full[slot], 1);
-      mbarrier_init(&shared.tile_taken[slot], 1);
+      mbarrier_init(&shared.tile_empty[slot], 1);
     }
     shared.rank = static_cast<int>(cluster_rank());
     fence_mbarrier_init();

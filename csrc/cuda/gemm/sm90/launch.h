@@ -88,7 +88,7 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const GroupedGemm& gemm,
                 "config.h tells Python the tile that is launched");
   const GemmShape& shape = gemm.shape;
   const char* op = launch.op();
-  // Of out, a group's matrix.
+  // A group's matrix of out.
   const int out_rows = Config::kTransposed ? shape.cols : shape.rows;
   const int out_cols = Config::kTransposed ? shape.rows : shape.cols;
   if (Config::kKGrouped) row_count(op, int64_t{out_rows} * shape.E);

@@ -39,7 +39,7 @@ struct MGroupedMaps {
   CUtensorMap k_major(uint32_t cols) const {
     return map(b, {K, N, E}, {map_stride(b, 1, K), map_stride(b, 0, N * K)}, {kLine, cols, 1});
   }
-  CUtensorMap of_gate_up(uint32_t cols) const {
+  CUtensorMap gated(uint32_t cols) const {
     const int64_t stride = map_stride(b, 1, K);
     return map(b, {K, N / 2, 2, E}, {stride, N / 2 * stride, map_stride(b, 0, N * K)},
                {kLine, cols, 1, 1});

@@ -20,7 +20,7 @@ using Fp8Gemm = GemmConfig<A, __nv_fp8_e4m3,
 
 // Boxes of the operands' maps, of the same size in every configuration here.
 using Fp8Boxes = Fp8Gemm<__nv_fp8_e4m3, Scaling::kScalePerGroup, Grouping::kM>;
-constexpr uint32_t kFp8ABoxRows = kTileM / 2, kFp8BBoxRows = Fp8Boxes::kTileN / Fp8Boxes::kBPieces;
+constexpr uint32_t kFp8ABoxRows = kTileM / 2, kFp8BBoxRows = Fp8Boxes::kTileN / Fp8Boxes::kBBoxes;
 
 inline bool is_per_group(const Tensor& scale) { return scale.dim() == 1; }
 

@@ -4,7 +4,7 @@
 // (kThreads, 1 or 64), how many registers it takes (kRegisters), how often it arrives at
 // full[stage] (kArrivals), and what the kernel is given for it (Arguments). With 64 threads it has
 // the roles of warp 1 too: it loads block scales, and may have to schedule. It must
-//   - wait for this block's tiles, one after the other, and take each (scheduler.cuh);
+//   - wait for this block's tiles, one after the other, and release each (scheduler.cuh);
 //   - for each k-block wait for shared.empty[stage] and fill the stage, with kArrivals arrivals at
 //     shared.full[stage] (the roles of scale_warp.cuh arrive too, see prologue in kernel.cuh);
 //   - take one stage for a tile without k-blocks, and one for the end (k_blocks = -1).
@@ -47,7 +47,7 @@ struct TmaProducer {
   template <typename Config>
   static __device__ __forceinline__ void load_b(SharedStorage<Config>& shared,
                                                 const TensorMaps& maps, const WorkTile& tile,
-                                                int stage, int k_block, int piece, uint16_t mask);
+                                                int stage, int k_block, int box, uint16_t mask);
 };
 
 // Loads one half of a's tile, kTileM / 2 rows, into the blocks of the cluster that mask names (0:
@@ -71,21 +71,21 @@ __device__ __forceinline__ void TmaProducer::load_a(SharedStorage<Config>& share
   }
 }
 
-// Loads one of b's pieces, kTileN / kBPieces columns of the output.
+// Loads one of b's boxes, kTileN / kBBoxes columns of the output.
 template <typename Config>
 __device__ __forceinline__ void TmaProducer::load_b(SharedStorage<Config>& shared,
                                                     const TensorMaps& maps, const WorkTile& tile,
-                                                    int stage, int k_block, int piece,
+                                                    int stage, int k_block, int box,
                                                     uint16_t mask) {
-  constexpr int cols = Config::kTileN / Config::kBPieces;
-  uint8_t* to = shared.stages[stage].b + piece * (Config::kBBytes / Config::kBPieces);
+  constexpr int cols = Config::kTileN / Config::kBBoxes;
+  uint8_t* to = shared.stages[stage].b + box * (Config::kBBytes / Config::kBBoxes);
   uint64_t* full = &shared.full[stage];
-  const int col = tile.col + piece * cols;
+  const int col = tile.col + box * cols;
   if constexpr (Config::kFp8 && Config::kKGrouped) {
     tma_load_3d(to, &maps.b, full, mask, 0, col, tile.k_begin + k_block);
-  } else if constexpr (Config::kGateUp) {  // columns of gate or of up, gate or up
+  } else if constexpr (Config::kGated) {  // columns of gate or of up, gate or up
     tma_load_4d(to, Config::kNarrow ? &maps.narrow_b : &maps.b, full, mask,
-                k_block * Config::kTileK, tile.col / 2, piece, tile.group);
+                k_block * Config::kTileK, tile.col / 2, box, tile.group);
   } else if constexpr (Config::kBMajor == Major::kK) {
     tma_load_3d(to, Config::kNarrow ? &maps.narrow_b : &maps.b, full, mask,
                 k_block * Config::kTileK, col, tile.group);
@@ -116,7 +116,7 @@ __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps
   PipelineState<Config::kStages> state;
   for (int number = 0;; ++number) {
     const WorkTile tile = wait_for_tile(shared, number);
-    take_tile(shared, number);
+    release_tile(shared, number);
     if (tile.k_blocks <= 0) {
       mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
       mbarrier_arrive(&shared.full[state.stage]);
@@ -138,13 +138,13 @@ __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps
       }
       constexpr int b_bytes = Config::kDecodesB ? 0 : Config::kBBytes;
       mbarrier_arrive_expect_tx(full, Config::kABytes + b_bytes + scale_bytes);
-      if (Config::kSharesB && tile.in_row_pair()) {
+      if (Config::kMulticastB && tile.cluster_along_m()) {
         load_a<Config>(shared, maps, tile, stage, k_block, 0, 0);
         load_a<Config>(shared, maps, tile, stage, k_block, 1, 0);
         if constexpr (!Config::kDecodesB)
           load_b<Config>(shared, maps, tile, stage, k_block, rank, all);
       } else {
-        if (Config::kPairsLoneColumn && tile.in_row_pair()) {
+        if (Config::kLoneColumnAlongM && tile.cluster_along_m()) {
           load_a<Config>(shared, maps, tile, stage, k_block, 0, 0);
           load_a<Config>(shared, maps, tile, stage, k_block, 1, 0);
         } else {
@@ -152,8 +152,8 @@ __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps
         }
         if constexpr (!Config::kDecodesB) {
 #pragma unroll
-          for (int piece = 0; piece < Config::kBPieces; ++piece)
-            load_b<Config>(shared, maps, tile, stage, k_block, piece, 0);
+          for (int box = 0; box < Config::kBBoxes; ++box)
+            load_b<Config>(shared, maps, tile, stage, k_block, box, 0);
         }
       }
       if constexpr (Config::kScale1x128) {

@@ -2,7 +2,7 @@
 // publishes them to both blocks. Every other role only reads them.
 //
 // A block's tiles lie in a ring, shared.tiles. tile_full[slot] says that a tile is there, and the
-// producer says at tile_taken[slot] that it has begun with it, on which the scheduler publishes the
+// producer says at tile_empty[slot] that it has begun with it, on which the scheduler publishes the
 // tile that is kTilesAhead further on. Who learns of a tile by the block's other barriers (math
 // warps from full[stage], store warps from epilogue_full) finds it in the ring without a wait. A
 // slot is reused kTileSlots tiles later, when all are done with it: see SharedStorage.
@@ -38,8 +38,8 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// Of K, in units of Config::kUnitK. Writing accumulators, or adding them, takes about as long as
-// kFixupUnits or less.
+// Lengths along K, in units of Config::kUnitK. Writing accumulators, or adding them, takes about as
+// long as kFixupUnits or less.
 constexpr int kFixupUnits = 4;
 constexpr int kMinLeadingUnits = 8;
 constexpr int kMaxSlicesPerTile = 8;  // adding more slices would take longer than computing them
@@ -121,8 +121,8 @@ __device__ __forceinline__ const WorkTile& wait_for_tile(Control& control, int n
 }
 
 // The producer's: with that, the scheduler may publish another.
-__device__ __forceinline__ void take_tile(Control& control, int number) {
-  mbarrier_arrive(&control.tile_taken[number % kTileSlots]);
+__device__ __forceinline__ void release_tile(Control& control, int number) {
+  mbarrier_arrive(&control.tile_empty[number % kTileSlots]);
 }
 
 // By one thread of a cluster's first block. Its state is in shared memory, where it costs other
@@ -161,7 +161,7 @@ class Scheduler {
   __device__ bool may_publish() const {
     const int before = shared_.schedule.published - Config::kTilesAhead;
     return before < 0 ||
-           mbarrier_test(&shared_.tile_taken[before % kTileSlots], before / kTileSlots & 1);
+           mbarrier_test(&shared_.tile_empty[before % kTileSlots], before / kTileSlots & 1);
   }
 
   // Publishes the next tile to both blocks of the cluster.
@@ -169,7 +169,7 @@ class Scheduler {
     Schedule& schedule = shared_.schedule;
     const int number = schedule.published++, before = number - Config::kTilesAhead;
     if (before >= 0)
-      mbarrier_wait(&shared_.tile_taken[before % kTileSlots], before / kTileSlots & 1);
+      mbarrier_wait(&shared_.tile_empty[before % kTileSlots], before / kTileSlots & 1);
     WorkTile tile = next();
     schedule.ended = tile.k_blocks < 0;
     WorkTile& to = shared_.tiles[number % kTileSlots];
@@ -177,7 +177,7 @@ class Scheduler {
     to = tile;
     mbarrier_arrive(full);
     // The other block's tile lies below or beside it, see tile_of.
-    if (tile.in_row_pair())
+    if (tile.cluster_along_m())
       tile.row += Config::kTileM;
     else
       tile.col += Config::kTileN;

@@ -59,14 +59,14 @@ struct ZeroFillState {
 // mbarriers and small state. The address does not depend on the tile's width: the mbarriers are
 // initialised before the kernel knows the groups' sizes, and with them the width.
 struct Control {
-  // Of the pipeline: a stage's operands are there, or its readers are done. Scale1x128: its column
+  // The pipeline's: a stage's operands are there, or its readers are done. Scale1x128: its column
   // scales are there.
   uint64_t full[kMaxStages], empty[kMaxStages];
   uint64_t scales_full[kMaxStages];
-  // Of a warpgroup's epilogue buffers.
+  // A warpgroup's epilogue buffers are full, or empty.
   uint64_t epilogue_full[kMathWarpgroups], epilogue_empty[kMathWarpgroups];
-  // Of the ring of tiles: the scheduler has published one, the producer has begun with it.
-  uint64_t tile_full[kTileSlots], tile_taken[kTileSlots];
+  // The ring's of tiles: the scheduler has published one, the producer has begun with it.
+  uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
   WorkTile tiles[kTileSlots];
   GroupTable
       groups;  // tile_end counts clusters (M-grouped) or blocks of the padded layout (K-grouped)
@@ -100,11 +100,11 @@ struct TileBuffers {
   struct NoScales {};
 
   Stage stages[Config::kStages];
-  // Of a warpgroup, and in it of its warps where they store by themselves.
+  // A warpgroup's, and in it its warps' where they store by themselves.
   alignas(1024) uint8_t epilogue[kMathWarpgroups][kWgmmaM / Config::kEpilogueRows]
                                 [Config::kEpilogueBuffers][Config::kEpilogueRows * kSwizzleBytes];
   std::conditional_t<Config::kBlockScaled, Scales, NoScales> scales[Config::kStages];
-  // Of the rows that a K-grouped GEMM gathers.
+  // The numbers of the rows that a K-grouped GEMM gathers.
   int64_t row_numbers[Config::kKGrouped && Config::kGathersRows ? kRowNumberBlocks : 1]
                      [Config::kKGrouped && Config::kGathersRows ? Config::kTileK : 1];
 };
@@ -117,7 +117,7 @@ struct TileBuffers<Config, true> {
     alignas(1024) uint8_t a[Config::kABytes];
   };
   Stage stages[Config::kStages];
-  // Of a warpgroup: a line of 64 columns for each row.
+  // A warpgroup's: a line of 64 columns for each row.
   alignas(1024) uint8_t epilogue[Config::kMathWarpgroups][Config::kTileM * kSwizzleBytes];
   alignas(1024) uint8_t codes[Config::kPackedStages][Config::kPackedBytes];
   alignas(128) uint8_t scales[Config::kPackedStages][Config::kScaleBytes];
