@@ -129,6 +129,8 @@ def convert(
         replaced += hugging_face.convert(model, of_transformers, request)
     for name, module in of_torchtitan.items():
         replaced += grouped_experts.convert(module, request.of(name))
+    if adapted(model):
+        import grouped_linear.integrations.peft  # noqa: F401  (which has PEFT ask before it merges)
     warn_of_others_that_hold(replaced)
     return _report(model, found, request)
 

@@ -7,7 +7,8 @@ the factors of its own expert. PEFT is imported where this module is, and nowher
 E experts, K in_features, N out_features, r an adapter's rank.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +27,7 @@ from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.nn.lora import MAX_RANK, Lora, LoraWeights
+from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.quantized.weight import is_dtensor
 
 __all__ = ["for_packed_experts", "use_grouped_adapters"]
@@ -206,10 +208,10 @@ class LoraModel(peft.LoraModel):
 
     def _check_merge_allowed(self) -> None:
         """Raise before a layer is written for weights that cannot be; PEFT asks this."""
-        super()._check_merge_allowed()
         for name, layer in self.model.named_modules():
             if isinstance(layer, lora.LoraLayer):
                 _check_merge(f"merge: {name}", layer)
+        super()._check_merge_allowed()
 
     def _check_new_adapter_config(self, config: Any) -> None:
         """Raise for an adapter that experts cannot have before a layer gets it; PEFT asks this."""
@@ -329,9 +331,35 @@ def _check_merge(where: str, layer: Any) -> None:
             f"{where} is sharded: save the adapter, and merge it in a model that is not"
         )
     if w.element_size() == 1:
-        is_mxfp4 = goes_through_interface(base) and is_in_mxfp4(base)
+        is_mxfp4 = is_in_mxfp4(base)
         format, config = ("MXFP4", "Mxfp4") if is_mxfp4 else ("FP8", "FineGrainedFP8")
         raise ValueError(
             f"{where} is in {format} and stays as it is: keep the adapter beside it, or merge it "
             f"in the model in 16 bits (a checkpoint in {format}: {config}Config(dequantize=True))"
         )
+
+
+def _after_check(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of PEFT's that merges or unmerges, after a check of the frozen weights below it."""
+
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        op = "unmerge" if method.__name__ == "unmerge" else "merge"
+        for name, layer in self.named_modules():
+            if not isinstance(layer, lora.ParamWrapper) or (op == "unmerge" and not layer.merged):
+                continue
+            base = layer.get_base_layer()
+            if isinstance(base, KeepsFrozen) and layer.parameter_name in base._frozen:
+                _check_merge(f"{op}: {name or layer.parameter_name}", layer)
+        return method(self, *args, **kwargs)
+
+    return checked
+
+
+# With safe_merge=True PEFT casts a sum to the weight's dtype: to bytes it would add in silence.
+for _class, _names in {
+    peft.LoraModel: ("_check_merge_allowed",),
+    lora.ParamWrapper: ("merge", "unmerge"),
+}.items():
+    for _name in _names:
+        setattr(_class, _name, _after_check(getattr(_class, _name)))

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from grouped_linear.quantized.frozen import KeepsFrozen
 
 #: By a wrapper's class, or a base of it, the submodule that it calls. Names, so that nothing is
 #: imported for them. FSDP2 is none: it changes a module's class and leaves the module where it is.
@@ -16,6 +19,16 @@ WRAPPERS = {
     "BaseTuner": "model",  # PEFT's LoraModel and others
     "BaseTunerLayer": "base_layer",  # PEFT's layers and its ParamWrapper
 }
+
+
+def _have_peft_ask(module: nn.Module, name: str, inside: nn.Module | None) -> None:
+    """Where PEFT wraps a module that may be frozen, have it ask before it merges adapters."""
+    of_peft = name == "base_layer" and type(module).__module__.startswith("peft.")
+    if of_peft and isinstance(inside, KeepsFrozen):
+        import grouped_linear.integrations.peft  # noqa: F401
+
+
+register_module_module_registration_hook(_have_peft_ask)
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:

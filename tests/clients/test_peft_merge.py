@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from grouped_linear import Float8BlockScaling, convert
+from grouped_linear import Float8BlockScaling, GroupedMLP, convert
 from support.compare import assert_same_bits, bits
 
 pytest.importorskip("peft")
@@ -69,8 +69,9 @@ def assert_stays(model: Any, sentence: str) -> None:
     before = {name: bits(t).clone() for name, t in model.state_dict().items()}
     experts = model.get_base_model().model.layers[0].mlp.experts
     for merge in (model.merge_adapter, model.merge_and_unload, experts.merge):
-        with pytest.raises(ValueError, match=sentence):
-            merge()
+        for safe_merge in (False, True):
+            with pytest.raises(ValueError, match=sentence):
+                merge(safe_merge=safe_merge)
     for name, t in model.state_dict().items():
         assert_same_bits(bits(t), before[name])
     assert not any(getattr(module, "merged", False) for module in model.modules())
@@ -89,6 +90,28 @@ def test_weights_in_fp8_stay() -> None:
     with pytest.raises(ValueError, match=r"^unmerge: \w+ is in FP8 and stays as it is"):
         later.base_model.model.model.layers[0].mlp.experts.unmerge()
     assert torch.equal(logits(later), merged)
+
+
+def test_frozen_weights_stay_under_peft_alone() -> None:
+    """Without use_grouped_adapters, where its safe merge would add to bytes."""
+    model = model_of()
+    convert(model, weights="fp8")
+    model = peft.get_peft_model(model, config_of())
+    randomize(model)
+    assert_stays(model, IN_FP8)
+
+
+def test_frozen_layers_stay_under_peft() -> None:
+    """Adapters that stand before the weights are frozen, and a layer of this package."""
+    layer = GroupedMLP(2, 32, 32, recipe=Float8BlockScaling(), weights="fp8")
+    model = torch.nn.ModuleDict({"experts": layer})
+    config = config_of(["experts.down_proj"], target_modules=[])
+    model = peft.get_peft_model(model, config)
+    before = layer.down_proj.clone()
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match=IN_FP8):
+            merge(safe_merge=True)
+    assert torch.equal(layer.down_proj, before)
 
 
 @pytest.mark.parametrize("weights", [None, "fp8"])
