@@ -165,6 +165,21 @@ def test_compare(folder: Path) -> None:
     assert "model.layers.1.mlp.experts" in compared
 
 
+def test_loads_high_precision(tmp_path: Path) -> None:
+    """Which is transposed: down_proj [E, K, N] of the published models is square."""
+    folder = write_checkpoint(tmp_path, intermediate_size=64)
+    model, other = packed(folder), dequantized(folder)
+    convert(other)
+    name = "model.layers.1.mlp.experts.down_proj"
+    experts, w = model.model.layers[1].mlp.experts, other.get_parameter(name).detach()
+    w.mul_(0.5)
+    for assign in (False, True):
+        experts.down_proj.zero_()
+        model.load_state_dict({name: w}, strict=False, assign=assign)
+        assert_same_bits(experts.dequantize("down_proj").contiguous(), w)
+        assert_same_bits(logits(model), logits(other))
+
+
 def test_a_model_without_a_head(folder: Path) -> None:
     model = GptOssModel.from_pretrained(folder, config=mxfp4_config(folder))
     expected = packed(folder).model(IDS).last_hidden_state

@@ -207,9 +207,10 @@ def _with_recipe(layer: Any, recipe: Recipe | None) -> Any:
             changed["_modules"][name] = module
     frozen = layer._frozen if isinstance(layer, KeepsFrozen) else {}
     parameters = {n: _in_high_precision(p) for n, p in layer._parameters.items()}
-    for name_of_frozen in frozen:
+    for name_of_frozen, how in frozen.items():
         del parameters[name_of_frozen + SCALE]
         w = layer.dequantize(name_of_frozen)
+        w = w.mT if how.is_transposed else w  # the call reads [E, N, K]
         parameters[name_of_frozen] = nn.Parameter(w, requires_grad=False)
     changed |= {"_parameters": parameters, "_frozen": {}}
     hooks = [n for n in vars(layer) if n.startswith("_") and n.endswith("_hooks")]

@@ -131,6 +131,8 @@ class Frozen(NamedTuple):
     """By which high precision is quantized that is loaded; MXFP4 has no options."""
     dtype: torch.dtype
     """Of the high-precision weight, and of what it is dequantized to."""
+    is_transposed: bool = False
+    """Whether the weight in high precision is [E, K, N]."""
 
     @property
     def storage(self) -> Storage:
@@ -152,6 +154,7 @@ class KeepsFrozen(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         weights: str = "fp8",
+        is_transposed: bool = False,
     ) -> None:
         """Make a parameter frozen, or register one.
 
@@ -164,15 +167,18 @@ class KeepsFrozen(nn.Module):
             recipe: by which it is quantized.
             dtype: of the weight that these numbers stand for; that of a weight in high precision.
             weights: the key of a storage.
+            is_transposed: whether state dicts in high precision have it as [E, K, N]. Those are
+                loaded, and :meth:`dequantize` gives one.
 
         Raises:
             RuntimeError: for a wrong shape, dtype or device. The module is then as it was.
         """
         if isinstance(weight, Tensor):
-            frozen = Frozen(weights, recipe, dtype or weight.dtype)
+            frozen = Frozen(weights, recipe, dtype or weight.dtype, is_transposed)
             parts = _quantized(weight, frozen)
         else:
-            frozen, parts = Frozen(weights, recipe, dtype or torch.bfloat16), weight
+            frozen = Frozen(weights, recipe, dtype or torch.bfloat16, is_transposed)
+            parts = weight
         _check_parts(frozen.storage, *map(local_part, parts))
         self._frozen = {**self._frozen, name: frozen}
         for part_name, part in zip((name, name + SCALE), _as_bits(frozen, parts), strict=True):
@@ -230,14 +236,15 @@ class KeepsFrozen(nn.Module):
             dtype: bfloat16, float16 or float32; that of the weight which was frozen by default.
 
         Returns:
-            [E, N, K]; of a sharded weight a DTensor.
+            [E, N, K], or [E, K, N] where high precision is transposed; of a sharded weight a
+            DTensor.
         """
         own, frozen, weight = self._parameters[name], self._frozen[name], self.frozen_weight(name)
         assert weight is not None
         values, scale, _ = weight.each(local_part)
         assert scale is not None
         w = frozen.storage.dequantize(values, scale, dtype or frozen.dtype)
-        return distributed_like(own, w)
+        return distributed_like(own, w.mT if frozen.is_transposed else w)
 
     @contextmanager
     def drawn(self, name: str, weight: Any) -> Iterator[Any]:
@@ -338,6 +345,7 @@ class KeepsFrozen(nn.Module):
                 raise ValueError("it is a DTensor where the parameter is none, or the other way")
             w = w.redistribute(own.device_mesh, own.placements) if is_dtensor(own) else w
             w = w.to(own.device) if not own.is_meta else w
+            w = w.mT if frozen.is_transposed else w
             state_dict[key], state_dict[key + SCALE] = _as_bits(frozen, _quantized(w, frozen))
 
 

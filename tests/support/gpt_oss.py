@@ -24,12 +24,12 @@ QUANTIZATION = {
 }
 
 
-def write_checkpoint(folder: Path) -> Path:
+def write_checkpoint(folder: Path, intermediate_size: int = 96) -> Path:
     """Random blocks and scales, K = 64 and 96."""
     config = GptOssConfig(
         vocab_size=64,
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
