@@ -35,16 +35,49 @@ struct GroupedGemm {
   // M-grouped: a [T, K], b [E, N, K].
   // K-grouped: a [T, N], b [T, K]; in FP8 the padded columnwise layout, [blocks, N or K, 128].
   Tensor a, b;
-  Tensor offs;                             // [E] int32, dense
-  std::optional<Tensor> scale_a, scale_b;  // FP8: [E] a group, or of blocks
-  EpilogueArguments epilogue;
+  Tensor offs;                                       // [E] int32, dense
+  std::optional<Tensor> scale_a = {}, scale_b = {};  // FP8: [E] a group, or of blocks
+  EpilogueArguments epilogue = {};
   GemmShape shape;
   // The rows that an operand gathers from a source, which then stands in its place: [T] int32 or
   // int64. a with scales per block, or 16 bits or more; b K-grouped alone. At most one of the two.
-  std::optional<Tensor> a_rows, b_rows;
+  std::optional<Tensor> a_rows = {}, b_rows = {};
   // M-grouped: a second product, whose operands have 16 bits. Where adds_low_rank says so.
   LowRank low = {};
 };
+
+// Kernels count rows in 32 bits, as offs does, and round them up to whole tiles.
+inline int row_count(const char* op, int64_t rows) {
+  constexpr int64_t most = std::numeric_limits<int32_t>::max() - kBlock;
+  check(rows <= most, op, ": at most ", most, " rows are supported on CUDA, got ", rows);
+  return static_cast<int>(rows);
+}
+
+// out [T, cols] = a @ b[e].T, where rows of a may be gathered. The caller adds scales, a second
+// product and the epilogue.
+inline GroupedGemm m_grouped(const Launch& launch, const Tensor& a, const Tensor& b,
+                             const Tensor& offs, int64_t cols,
+                             const std::optional<Tensor>& a_rows) {
+  const int T = row_count(launch.op(), (a_rows ? *a_rows : a).size(0));
+  return {.grouping = Grouping::kM,
+          .a = a,
+          .b = b,
+          .offs = as_dense(offs),
+          .shape = {T, static_cast<int>(offs.size(0)), T, static_cast<int>(cols),
+                    static_cast<int>(a.size(1))},
+          .a_rows = as_dense(a_rows)};
+}
+
+// out[e] [N, K] = a.T @ b over each group's rows of T. The same.
+inline GroupedGemm k_grouped(const Launch& launch, const Tensor& a, const Tensor& b,
+                             const Tensor& offs, int64_t T) {
+  return {.grouping = Grouping::kK,
+          .a = a,
+          .b = b,
+          .offs = as_dense(offs),
+          .shape = {row_count(launch.op(), T), static_cast<int>(offs.size(0)),
+                    static_cast<int>(a.size(1)), static_cast<int>(b.size(1)), 0}};
+}
 
 // The same GEMM of rows that are copied now, by passes of their own: for kernels that do not gather.
 GroupedGemm gather_before(const Launch& launch, GroupedGemm gemm);
@@ -96,13 +129,6 @@ inline RowNumbers row_numbers(const std::optional<Tensor>& rows, const Tensor& s
   if (!rows) return {nullptr, static_cast<int>(source.size(0)), false};
   return {rows->const_data_ptr(), static_cast<int>(source.size(0)),
           rows->scalar_type() == ScalarType::Long};
-}
-
-// Kernels count rows in 32 bits, as offs does, and round them up to whole tiles.
-inline int row_count(const char* op, int64_t rows) {
-  constexpr int64_t most = std::numeric_limits<int32_t>::max() - kBlock;
-  check(rows <= most, op, ": at most ", most, " rows are supported on CUDA, got ", rows);
-  return static_cast<int>(rows);
 }
 
 }  // namespace grouped_linear::cuda

@@ -10,29 +10,10 @@ void run_wgrad(const Launch& launch, const Tensor& dy, const Tensor& x, const Te
                const std::optional<Tensor>& x_rows) {
   // A source without rows has none to gather: then all groups are empty, and no number is read.
   const bool none = dy.size(0) == 0 || x.size(0) == 0;
-  const int64_t rows = none ? 0 : (x_rows ? *x_rows : x).size(0);
-  const GemmShape shape{static_cast<int>(rows), static_cast<int>(offs.size(0)),
-                        static_cast<int>(dy.size(1)), static_cast<int>(x.size(1)), 0};
-  run_grouped_gemm(launch, {Grouping::kK,
-                            dy,
-                            x,
-                            as_dense(offs),
-                            {},
-                            {},
-                            epilogue,
-                            shape,
-                            none ? std::nullopt : as_dense(dy_rows),
-                            none ? std::nullopt : as_dense(x_rows)});
-}
-
-// a[t] @ b[e].T
-GroupedGemm m_grouped(const Tensor& a, const Tensor& b, const Tensor& offs,
-                      const EpilogueArguments& epilogue, const std::optional<Tensor>& a_rows,
-                      const LowRank& low = {}) {
-  const auto rows = static_cast<int>((a_rows ? *a_rows : a).size(0));
-  const GemmShape shape{rows, static_cast<int>(offs.size(0)), rows, static_cast<int>(b.size(1)),
-                        static_cast<int>(a.size(1))};
-  return {Grouping::kM, a, b, as_dense(offs), {}, {}, epilogue, shape, as_dense(a_rows), {}, low};
+  GroupedGemm gemm = k_grouped(launch, dy, x, offs, none ? 0 : (x_rows ? *x_rows : x).size(0));
+  gemm.epilogue = epilogue;
+  if (!none) gemm.a_rows = as_dense(dy_rows), gemm.b_rows = as_dense(x_rows);
+  run_grouped_gemm(launch, gemm);
 }
 
 }  // namespace
@@ -59,8 +40,10 @@ Tensor grouped_mm_nt(const Tensor& a, const Tensor& b, const Tensor& offs,
   }
 
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
-  run_grouped_gemm(
-      launch, m_grouped(a, b, offs, epilogue_arguments(y, bias, false, std::nullopt), a_rows, low));
+  GroupedGemm gemm = m_grouped(launch, a, b, offs, N, a_rows);
+  gemm.epilogue = epilogue_arguments(y, bias, false, std::nullopt);
+  gemm.low = low;
+  run_grouped_gemm(launch, gemm);
   return y;
 }
 
@@ -71,7 +54,7 @@ std::optional<std::tuple<Tensor, Tensor>> fused_mm_swiglu(
   const int64_t T = (a_rows ? *a_rows : a).size(0), N = b.size(1);
   if (T == 0 || a.size(0) == 0) return {};
   const Launch launch("grouped_mm_swiglu", a);
-  GroupedGemm gemm = m_grouped(a, b, offs, {}, a_rows);
+  GroupedGemm gemm = m_grouped(launch, a, b, offs, N, a_rows);
   if (!has_swiglu(launch, gemm, form)) return {};
   const Tensor gate_up = new_tensor(a, keep_gate_up ? Shape{T, N} : Shape{0}, dtype);
   const Tensor h = new_tensor(a, {T, N / 2}, dtype);
@@ -88,7 +71,7 @@ std::optional<std::tuple<Tensor, Tensor, Tensor>> fused_mm_swiglu_grad(
   const int64_t T = gate_up.size(0), F = b.size(1);
   if (T == 0 || a.size(0) == 0) return {};
   const Launch launch("grouped_mm_swiglu_grad", a);
-  GroupedGemm gemm = m_grouped(a, b, offs, {}, a_rows);
+  GroupedGemm gemm = m_grouped(launch, a, b, offs, F, a_rows);
   if (!has_swiglu_grad(launch, gemm, form)) return {};
   const Tensor d_gate_up = new_tensor(a, {T, 2 * F}, dtype), h = new_tensor(a, {T, F}, dtype);
   const Tensor d_weight = new_tensor(a, {T}, ScalarType::Float);

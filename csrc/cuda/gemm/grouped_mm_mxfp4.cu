@@ -36,22 +36,11 @@ Tensor grouped_mm_mxfp4(const Tensor& a, const Tensor& b, const Tensor& scale_b,
   }
 
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
-  const auto rows = static_cast<int>(T);
-  const GemmShape shape{rows, static_cast<int>(offs.size(0)), rows, static_cast<int>(cols),
-                        static_cast<int>(a.size(1))};
-  run_mxfp4(launch,
-            {Grouping::kM,
-             a,
-             b,
-             as_dense(offs),
-             scale_a,
-             scale_b,
-             epilogue_arguments(y, bias, false, std::nullopt),
-             shape,
-             as_dense(a_rows),
-             {},
-             low},
-            transpose_b ? Major::kK : Major::kMN);
+  GroupedGemm gemm = m_grouped(launch, a, b, offs, cols, a_rows);
+  gemm.scale_a = scale_a, gemm.scale_b = scale_b;
+  gemm.epilogue = epilogue_arguments(y, bias, false, std::nullopt);
+  gemm.low = low;
+  run_mxfp4(launch, gemm, transpose_b ? Major::kK : Major::kMN);
   return y;
 }
 

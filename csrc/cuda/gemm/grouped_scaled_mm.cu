@@ -8,11 +8,10 @@ namespace {
 void run_wgrad(const Launch& launch, const Tensor& dy_t, const Tensor& x_t,
                const Tensor& scale_dy_t, const Tensor& scale_x_t, const Tensor& offs,
                const EpilogueArguments& epilogue) {
-  const GemmShape shape{static_cast<int>(x_t.size(0) * kBlock), static_cast<int>(offs.size(0)),
-                        static_cast<int>(dy_t.size(1)), static_cast<int>(x_t.size(1)), 0};
-  run_grouped_gemm(
-      launch,
-      {Grouping::kK, dy_t, x_t, as_dense(offs), scale_dy_t, scale_x_t, epilogue, shape, {}, {}});
+  GroupedGemm gemm = k_grouped(launch, dy_t, x_t, offs, x_t.size(0) * kBlock);
+  gemm.scale_a = scale_dy_t, gemm.scale_b = scale_x_t;
+  gemm.epilogue = epilogue;
+  run_grouped_gemm(launch, gemm);
 }
 
 }  // namespace
@@ -26,7 +25,7 @@ Tensor grouped_scaled_mm_nt(const Tensor& a, const Tensor& b, const Tensor& scal
   check_grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias_in, out_dtype, a_rows, low);
 
   const Launch launch("grouped_scaled_mm", a);
-  const int64_t T = (a_rows ? *a_rows : a).size(0), K = a.size(1), N = b.size(1), E = b.size(0);
+  const int64_t T = (a_rows ? *a_rows : a).size(0), N = b.size(1);
   if (T > 0 && low.a && !adds_low_rank(launch, low)) {
     constexpr ScalarType sums = ScalarType::Float;
     const Tensor first = grouped_scaled_mm_nt(a, b, scale_a, scale_b, offs,
@@ -42,19 +41,11 @@ Tensor grouped_scaled_mm_nt(const Tensor& a, const Tensor& b, const Tensor& scal
   }
 
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
-  const auto rows = static_cast<int>(T);
-  const GemmShape shape{rows, static_cast<int>(E), rows, static_cast<int>(N), static_cast<int>(K)};
-  run_grouped_gemm(launch, {Grouping::kM,
-                            a,
-                            b,
-                            as_dense(offs),
-                            scale_a,
-                            scale_b,
-                            epilogue_arguments(y, bias, false, std::nullopt),
-                            shape,
-                            as_dense(a_rows),
-                            {},
-                            low});
+  GroupedGemm gemm = m_grouped(launch, a, b, offs, N, a_rows);
+  gemm.scale_a = scale_a, gemm.scale_b = scale_b;
+  gemm.epilogue = epilogue_arguments(y, bias, false, std::nullopt);
+  gemm.low = low;
+  run_grouped_gemm(launch, gemm);
   return y;
 }
 

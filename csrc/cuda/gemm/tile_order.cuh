@@ -97,6 +97,20 @@ __host__ __device__ __forceinline__ int tile_pairs(int rows, int cols) {
   return pairs * cols + (rows - 2 * pairs) * ((cols + 1) / 2);
 }
 
+// tile_end counts pairs of tiles (M-grouped) or blocks of the padded layout (K-grouped). By all
+// threads of the block; ends with a barrier.
+template <typename Config>
+__device__ void build_group_table(GroupTable& groups, const int32_t* offs, const GemmShape& shape) {
+  if constexpr (Config::kKGrouped) {
+    load_groups<Config::kThreads>(groups, offs, shape.E, shape.T, TilesOf{Config::kPaddedBlock});
+  } else {
+    const int cols = col_tiles<Config>(shape);
+    load_groups<Config::kThreads>(groups, offs, shape.E, shape.T, [cols](int rows) {
+      return tile_pairs<Config>(row_tiles<Config>(rows), cols);
+    });
+  }
+}
+
 template <typename Config>
 TileCounts tile_counts(const GemmShape& shape) {
   TileCounts counts{};

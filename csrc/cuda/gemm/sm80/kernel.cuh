@@ -19,18 +19,6 @@
 namespace grouped_linear::cuda::sm80 {
 
 template <typename Config>
-__device__ void build_group_table(GroupTable& groups, const int32_t* offs, const GemmShape& shape) {
-  if constexpr (Config::kKGrouped) {
-    load_groups<Config::kThreads>(groups, offs, shape.E, shape.T, TilesOf{kPaddedBlock});
-  } else {
-    const int cols = col_tiles<Config>(shape);
-    load_groups<Config::kThreads>(groups, offs, shape.E, shape.T, [cols](int rows) {
-      return tile_pairs<Config>(row_tiles<Config>(rows), cols);
-    });
-  }
-}
-
-template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     grouped_gemm_kernel(const __grid_constant__ Operands operands, const int32_t* offs,
                         const __grid_constant__ EpilogueArguments epilogue,

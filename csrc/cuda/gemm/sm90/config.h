@@ -44,7 +44,7 @@ constexpr int kSwizzleBytes = 128;  // a line of the 128-byte swizzle
 constexpr int kScaleBlock = kBlock;   // elements of K, or columns, that share an FP8 scale
 constexpr int kPaddedBlock = kBlock;  // rows of a block in the padded columnwise layout
 
-constexpr int kMaxStages = 6;
+constexpr int kMaxStages = 6, kMaxFp8Stages = 4;
 constexpr int kMaxSharedBytes = 227 * 1024;  // of a block on sm_90
 
 // a's row scales are loaded from a multiple of 4 rows on, and a tile may start at any row.
@@ -193,6 +193,8 @@ struct GemmConfig {
   static_assert(
       kStages >= 2 && kStages <= kMaxStages,
       "a pipeline has 2 to kMaxStages stages: one is computed on while another is loaded");
+  static_assert(!kFp8 || kStages <= kMaxFp8Stages,
+                "an FP8 pipeline has at most kMaxFp8Stages stages: its main loop writes them out");
   static_assert(!kFp8 || kTileN <= 192,
                 "an FP8 tile has at most 192 columns: a thread holds an accumulator and a partial "
                 "accumulator of kTileN / 2 registers each");

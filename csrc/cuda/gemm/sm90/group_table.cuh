@@ -1,22 +1,11 @@
-// The table of groups that every block builds from offs, in shared memory.
+// The table of groups that every block builds from offs: which groups have tiles, and whether all
+// narrow tiles find room at once.
 #pragma once
 
 #include "cuda/gemm/epilogue_math.cuh"
 #include "cuda/gemm/sm90/smem_layout.cuh"
 
 namespace grouped_linear::cuda::sm90 {
-
-template <typename Config>
-__device__ void build_group_table(GroupTable& groups, const int32_t* offs, const GemmShape& shape) {
-  if constexpr (Config::kKGrouped) {
-    load_groups<Config::kThreads>(groups, offs, shape.E, shape.T, TilesOf{kPaddedBlock});
-  } else {
-    const int cols = col_tiles<Config>(shape);
-    load_groups<Config::kThreads>(groups, offs, shape.E, shape.T, [cols](int rows) {
-      return tile_pairs<Config>(row_tiles<Config>(rows), cols);
-    });
-  }
-}
 
 // K-grouped: removes groups without rows from the table. Their matrices are zeroed beside the tiles
 // (zero_fill.cuh), or nothing is added to them. They stay where TMA cannot write out. By one warp.

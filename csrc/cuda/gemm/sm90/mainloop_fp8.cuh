@@ -115,7 +115,7 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
   // k-block whose columns have scales of their own ends a round: one copy of the code for those
   // serves every stage. (The round is written out: from a fold over the stages ptxas makes other
   // code.)
-  static_assert(kMaxStages == 6, "the round below is written out for up to six stages");
+  static_assert(Config::kStages <= kMaxFp8Stages);
 #pragma unroll 1
   while (left > 0) {
     if (state.stage == 0 && left >= Config::kStages) {
@@ -132,14 +132,6 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
         if constexpr (Config::kStages > 3) {
           if (!multiply(Int<3>())) break;
           promote(Int<3>());
-        }
-        if constexpr (Config::kStages > 4) {
-          if (!multiply(Int<4>())) break;
-          promote(Int<4>());
-        }
-        if constexpr (Config::kStages > 5) {
-          if (!multiply(Int<5>())) break;
-          promote(Int<5>());
         }
         left -= Config::kStages;
         complete = left < Config::kStages;
