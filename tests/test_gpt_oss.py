@@ -67,7 +67,7 @@ def test_same_bits_as_converted(folder: Path, recipe: Recipe | None) -> None:
     if recipe is None:
         assert_same_bits(logits(model), logits(other))
     else:
-        assert error(logits(model), logits(other)) < 0.03
+        assert error(logits(model), logits(other)) < 0.05  # 0.026 to 0.035 by the processor
     codes, scales = 2 * 4 * (192 * 32 + 64 * 48), 2 * 4 * (192 * 2 + 64 * 3)
     assert str(report.weights[0]) == f"MXFP4, {(codes + scales) / 1000:.4g} kB"
     assert report.converted[0].num_parameters == sum(

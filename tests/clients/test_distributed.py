@@ -81,7 +81,9 @@ def ids(rank: int | None = None) -> Tensor:
 
 def train(model: Any, tokens: Tensor) -> Tensor:
     """The losses of some steps."""
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    # foreach, the default on GPUs, takes no plain tensor beside a DTensor (torch 2.11 to 2.13).
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    losses = []
     for _ in range(STEPS):
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
