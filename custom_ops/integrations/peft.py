@@ -18,11 +18,10 @@ from peft.tuners.lora import layer as lora
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8Linear
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grouped_linear.integrations.converted_class import class_before
 from grouped_linear.integrations.experts import goes_through_interface
-from grouped_linear.integrations.experts_forward import is_in_mxfp4, weight_names
+from grouped_linear.integrations.experts_forward import is_frozen, is_in_mxfp4, weight_names
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
@@ -101,12 +100,15 @@ def use_grouped_adapters(model: nn.Module, *, dropout: float | None = None) -> t
 
 
 def for_packed_experts(config: lora.LoraConfig) -> lora.LoraConfig:
-    """Prepare PEFT's configuration for a model whose experts are in MXFP4.
+    """Prepare PEFT's configuration for a model whose experts are frozen in MXFP4 or FP8.
 
-    PEFT reads an adapter's sizes off the weight, and a byte of MXFP4 holds two numbers. This names
-    another class for adapters on experts, by the method for custom modules that PEFT documents.
-    Names, shapes and files are those of adapters on the same model in 16 bits. Give the result to
-    ``get_peft_model``, then call :func:`use_grouped_adapters`. Adapters of a file need it, too::
+    PEFT reads an adapter's sizes and dtype off the weight, whose parameter holds bytes. A byte of
+    MXFP4 is two numbers, so such experts need this call. Over FP8 it matters with
+    ``autocast_adapter_dtype=False`` alone: adapters then have the model's 16 bits, not float32.
+    This names another class for adapters on experts, by the method for custom modules that PEFT
+    documents. Names, shapes and files are those of adapters on the same model in 16 bits. Give the
+    result to ``get_peft_model``, then call :func:`use_grouped_adapters`. Adapters of a file need
+    it, too::
 
         config = for_packed_experts(LoraConfig.from_pretrained(path))
         model = PeftModel.from_pretrained(model, path, config=config)
@@ -117,8 +119,14 @@ def for_packed_experts(config: lora.LoraConfig) -> lora.LoraConfig:
     >>> from peft import LoraConfig
     >>> config = for_packed_experts(LoraConfig(target_parameters=["mlp.experts.down_proj"]))
     """
-    config._register_custom_module({GptOssExperts: ParamWrapper})
+    config._register_custom_module({KeepsFrozen: _wrapper_of_frozen})
     return config
+
+
+def _wrapper_of_frozen(target: Any, adapter: str, **kwargs: Any) -> "ParamWrapper | None":
+    """The adapter on a module that keeps frozen weights; PEFT makes its own where this is None."""
+    experts = target.get_base_layer() if isinstance(target, lora.LoraLayer) else target
+    return ParamWrapper(target, adapter, **kwargs) if goes_through_interface(experts) else None
 
 
 def check_adapters(op: str, model: nn.Module) -> None:
@@ -255,6 +263,16 @@ class ParamWrapper(lora.ParamWrapper):
             _, N, K = experts.weight_shape(self.parameter_name)
             return N, K
         return sizes
+
+    def _move_adapter_to_device_of_base_layer(
+        self, adapter_name: str, device: torch.device | None = None
+    ) -> None:
+        """New factors have the dtype of the weight, which a frozen one's bytes do not show."""
+        super()._move_adapter_to_device_of_base_layer(adapter_name, device)
+        experts = self.get_base_layer()
+        if is_frozen(experts) and self.parameter_name in experts._frozen:
+            for factors in (self.lora_A, self.lora_B):
+                factors[adapter_name].to(experts._frozen[self.parameter_name].dtype)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The experts' forward, with the active adapters as an argument.

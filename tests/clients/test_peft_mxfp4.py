@@ -13,13 +13,13 @@ from grouped_linear import Float8BlockScaling, convert
 from support.compare import assert_same_bits
 from support.errors import sentence
 from support.gpt_oss import IDS, dequantized, packed, write_checkpoint
-from support.tensors import FP32
+from support.tensors import BF16, FP32
 
 pytest.importorskip("peft")
 import peft
 
 from grouped_linear.integrations.peft import for_packed_experts, use_grouped_adapters
-from support.adapters import assert_close, config_of, results
+from support.adapters import assert_close, config_of, mixtral, results
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,21 @@ def test_gradients(folder: Path, compiled: bool) -> None:
     convert(model, Float8BlockScaling())
     assert_close(results(model), found, 0.15)
     assert {p.dtype for n, p in model.named_parameters() if n.endswith("_proj")} == {torch.uint8}
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_adapters_have_the_models_dtype(folder: Path, weights: str, autocast: bool) -> None:
+    """As PEFT has it over 16 bits: float32 by default, else the dtype that the bytes stand for."""
+    model = packed(folder) if weights == "mxfp4" else mixtral().to(BF16)
+    if weights == "fp8":
+        convert(model, weights="fp8")
+    options = {"autocast_adapter_dtype": autocast}
+    model = peft.get_peft_model(model, for_packed_experts(config_of()), **options)
+    use_grouped_adapters(model)
+    model.add_adapter("later", for_packed_experts(config_of()), **options)
+    dtypes = {p.dtype for n, p in model.named_parameters() if ".lora_" in n}
+    assert dtypes == {FP32 if autocast else BF16}
 
 
 def test_files_are_pefts(folder: Path, tmp_path: Path) -> None:
