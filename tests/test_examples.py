@@ -15,7 +15,7 @@ from support.documents import ROOT
 # Example: what it needs besides torch, and the last line of its table.
 EXAMPLES = {
     "train_qwen3_moe": (("transformers", "accelerate", "matplotlib"), "FP8 "),
-    "finetune_experts_fp8": (("transformers", "peft", "tqdm", "matplotlib"), "last loss"),
+    "finetune_experts": (("transformers", "peft", "tqdm", "matplotlib"), "last loss"),
     "generate_from_fp8": (("transformers", "accelerate"), "tokens a second"),
     "reinforce_moe": (("transformers",), "bytes of routing"),
     "torchtitan_moe": (("torchtitan", "spmd_types", "triton", "tqdm"), "converted, FP8"),
@@ -25,6 +25,7 @@ EXAMPLES = {
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 BY_TORCHRUN = {"fsdp2_expert_parallel": TORCHRUN}
+RUNS = [*EXAMPLES, "finetune_experts --model gpt_oss_small"]
 
 
 def test_every_example_is_listed() -> None:
@@ -35,8 +36,9 @@ def test_every_example_is_listed() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_example(example: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", RUNS)
+def test_example(named: str, tmp_path: Path) -> None:
+    example, *options = named.split()
     packages, last_row = EXAMPLES[example]
     for package in packages:
         if find_spec(package) is None:
@@ -48,7 +50,7 @@ def test_example(example: str, tmp_path: Path) -> None:
     script = ROOT / "examples" / f"{example}.py"
     length = ("--tokens", "4") if example == "generate_from_fp8" else ("--steps", "4")
 
-    command = [sys.executable, *BY_TORCHRUN.get(example, ()), script, *length]
+    command = [sys.executable, *BY_TORCHRUN.get(example, ()), script, *options, *length]
     done = run(command, cwd=tmp_path, env=environment)
     # torch 2.13 on gloo: 1 of 17 runs of FSDP2 over linear layers, without this package, aborted.
     if example in BY_TORCHRUN and ("(SIGABRT)" in done.stderr or "(SIGSEGV)" in done.stderr):
