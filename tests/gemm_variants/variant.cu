@@ -133,14 +133,14 @@ CUtensorMap scale_map(const float* scale, int64_t cols, int64_t rows, uint32_t w
 
 // An epilogue of another file's: the kernel takes it without a change.
 struct ReluEpilogue : LinearEpilogue {
-  template <typename Config, typename Sync>
+  template <typename Config, typename Params, typename Sync>
   static __device__ __forceinline__ void apply(float (&accum)[Config::kTileN / 2],
-                                               SharedStorage<Config>& shared, const Arguments& args,
-                                               const GemmShape& shape, const WorkTile& tile,
-                                               bool overwrite, const Sync& sync) {
+                                               SharedStorage<Config>& shared, const Params& params,
+                                               const WorkTile& tile, bool overwrite,
+                                               const Sync& sync) {
 #pragma unroll
     for (float& value : accum) value = fmaxf(value, 0);
-    LinearEpilogue::apply<Config>(accum, shared, args, shape, tile, overwrite, sync);
+    LinearEpilogue::apply<Config>(accum, shared, params, tile, overwrite, sync);
   }
 };
 

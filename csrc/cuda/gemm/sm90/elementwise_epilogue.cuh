@@ -99,14 +99,13 @@ struct ElementwiseEpilogue {
 
   static __device__ __forceinline__ bool writes_empty_groups(const Arguments&) { return true; }
 
-  template <typename Config, typename Sync>
+  template <typename Config, typename Params, typename Sync>
   static __device__ __forceinline__ void apply(float (&accum)[Config::kTileN / 2],
-                                               SharedStorage<Config>& shared, const Arguments& args,
-                                               const GemmShape& shape, const WorkTile& tile, bool,
-                                               const Sync& sync) {
+                                               SharedStorage<Config>& shared, const Params& params,
+                                               const WorkTile& tile, bool, const Sync& sync) {
     static_assert(!Config::kKGrouped && !Config::kFp8);
     auto& buffers = shared.epilogue[reread_thread_index() / 128 - 1][0];
-    Elementwise::template add_bias<Config>(accum, args, shape, tile);
+    Elementwise::template add_bias<Config>(accum, params.epilogue, params.shape, tile);
     sync(0, [&] {
       write_buffers<typename Config::A, Config>(accum, buffers, 0);
       fence_proxy_async();
@@ -114,18 +113,18 @@ struct ElementwiseEpilogue {
   }
 
   // warp: 1, or 2 and 3 for the warpgroups 0 and 1.
-  template <typename Config>
-  static __device__ void run_store_warp(SharedStorage<Config>& shared, const TensorMaps& maps,
-                                        const Arguments& args, const SplitKWorkspace& workspace,
-                                        const TileCounts& counts, const GemmShape& shape,
+  template <typename Config, typename Params>
+  static __device__ void run_store_warp(SharedStorage<Config>& shared, const Params& params,
                                         int warp) {
+    const Arguments& args = params.epilogue;
+    const GemmShape& shape = params.shape;
     constexpr int own_rows = with_warp_1 ? 44 : kWgmmaM, warps = with_warp_1 ? 3 : 2;
     const bool helps = warp == 1;
     const int first = helps ? 0 : warp - 2, last = helps ? kMathWarpgroups : warp - 1;
     const int begin = helps ? own_rows : 0, end = helps ? kWgmmaM : own_rows;
     TailZeros zeros(blockIdx.x * warps + 3 - warp, gridDim.x * warps);
     Elementwise::template tail<Config>(zeros, args, shape, shared.groups.row_end[shape.E - 1]);
-    Scheduler<Config> scheduler(shared, workspace, counts, shape);
+    Scheduler<Config> scheduler(shared, params);
     const bool schedules =
         Config::kStoreWarpSchedules && warp == 3 && shared.rank == 0 && threadIdx.x % 32 == 0;
     if (schedules) scheduler.begin();
@@ -152,8 +151,8 @@ struct ElementwiseEpilogue {
         }
         const int row = tile.row + i * kWgmmaM, count = min(tile.row_end - row, end);
         if (count <= begin || tile.col >= shape.cols) continue;
-        Elementwise::template store<Config>({shared.epilogue[i][0], tile, row, begin, count}, maps,
-                                            args, shape);
+        Elementwise::template store<Config>({shared.epilogue[i][0], tile, row, begin, count},
+                                            params.maps, args, shape);
       }
     }
   }

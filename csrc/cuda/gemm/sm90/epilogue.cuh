@@ -288,11 +288,13 @@ struct LinearEpilogue {
 
   // overwrite: writes_empty_groups(args), read once a kernel. sync(subtile, fill): waits until the
   // warpgroup's buffers are empty (or hold what is added to), calls fill, and tells the store warp.
-  template <typename Config, typename Sync>
+  template <typename Config, typename Params, typename Sync>
   static __device__ __forceinline__ void apply(float (&accum)[Config::kTileN / 2],
-                                               SharedStorage<Config>& shared, const Arguments& args,
-                                               const GemmShape& shape, const WorkTile& tile,
-                                               bool overwrite, const Sync& sync) {
+                                               SharedStorage<Config>& shared, const Params& params,
+                                               const WorkTile& tile, bool overwrite,
+                                               const Sync& sync) {
+    const Arguments& args = params.epilogue;
+    const GemmShape& shape = params.shape;
     if constexpr (Config::kScalePerGroup && !Config::kLowRank) {
       const float scale_a = args.scale_a[tile.group], scale_b = args.scale_b[tile.group];
 #pragma unroll
@@ -313,10 +315,8 @@ struct LinearEpilogue {
     }
   }
 
-  template <typename Config>
-  static __device__ void run_store_warp(SharedStorage<Config>& shared, const TensorMaps& maps,
-                                        const Arguments& args, const SplitKWorkspace& workspace,
-                                        const TileCounts& counts, const GemmShape& shape,
+  template <typename Config, typename Params>
+  static __device__ void run_store_warp(SharedStorage<Config>& shared, const Params& params,
                                         int warpgroup);
 
  private:

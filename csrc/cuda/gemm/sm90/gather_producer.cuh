@@ -56,11 +56,8 @@ struct GatherProducer {
     TmaProducer::prefetch<Config>(maps);
   }
 
-  template <typename Config>
-  static __device__ void run(SharedStorage<Config>& shared, const TensorMaps& maps,
-                             const Arguments& rows, const Scale128x128View& scale_b,
-                             const SplitKWorkspace& workspace, const TileCounts& counts,
-                             const GemmShape& shape);
+  template <typename Config, typename Params>
+  static __device__ void run(SharedStorage<Config>& shared, const Params& params);
 
  private:
   template <typename Config>
@@ -111,13 +108,13 @@ __device__ __forceinline__ void GatherProducer::load_end_of_b(SharedStorage<Conf
                 rows.c2, rows.kOrigin);
 }
 
-template <typename Config>
-__device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorMaps& maps,
-                                    const Arguments& rows, const Scale128x128View& scale_b,
-                                    const SplitKWorkspace& workspace, const TileCounts& counts,
-                                    const GemmShape& shape) {
+template <typename Config, typename Params>
+__device__ void GatherProducer::run(SharedStorage<Config>& shared, const Params& params) {
   using Tile = GatheredTile<Config>;
   constexpr int item = sizeof(typename Config::A);
+  const TensorMaps& maps = params.maps;
+  const GatheredRows& rows = params.producer;
+  const GemmShape& shape = params.shape;
   const int lane = threadIdx.x % 32, lane_row = lane / Tile::kLanesOfRow;
   const bool is_second = threadIdx.x >= 32;
   const int warp_row = is_second ? Tile::kRowsOfWarp : 0;
@@ -128,7 +125,7 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorM
       (lane % Tile::kLanesOfRow / 8 * Tile::kRows + warp_row + lane_row) * kSwizzleBytes;
   const auto place_of = [&](int r) { return ((lane % 8) ^ (lane_row % 8) ^ (r % 8)) * 16; };
 
-  Scheduler<Config> scheduler(shared, workspace, counts, shape);
+  Scheduler<Config> scheduler(shared, params);
   const bool schedules = !Config::kStoreWarpSchedules && shared.rank == 0 && threadIdx.x == 32;
   if (schedules) scheduler.begin();
   PipelineState<Config::kStages> state;
@@ -199,7 +196,7 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorM
       for (int i = 0; i < Tile::kRowsOfLane; ++i) row[i] = rows.numbers.clamped(next_numbers[i]);
       read(warp_row + next.row);
     }
-    if (Config::kScale128x128 && is_second) scales.begin(scale_b, tile, shape);
+    if (Config::kScale128x128 && is_second) scales.begin(params.scale_b, tile, shape);
 
     // M-grouped: of the rows that this lane copies in every k-block.
     uint32_t offsets[Config::kKGrouped ? 1 : Tile::kCopies];  // in pieces of 16 bytes
@@ -233,7 +230,7 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorM
       }
       if constexpr (Config::kScale128x128) {
         if (is_second) {
-          const float2 of_block = scales.next(scale_b, k_block, k_blocks);
+          const float2 of_block = scales.next(params.scale_b, k_block, k_blocks);
           if (lane == 0) {
             shared.scales[stage].blocks = of_block;
             mbarrier_arrive(&shared.full[stage]);

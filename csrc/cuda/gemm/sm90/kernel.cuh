@@ -67,11 +67,9 @@ namespace grouped_linear::cuda::sm90 {
 
 // A math warpgroup: the main loop, split-K fix-up and epilogue of its 64 rows of every tile of this
 // block.
-template <typename Config, typename Epilogue>
-__device__ void compute_tiles(SharedStorage<Config>& shared,
-                              const typename ProducerOf<Config>::Arguments& producer,
-                              const typename Epilogue::Arguments& epilogue,
-                              const SplitKWorkspace& workspace, const GemmShape& shape) {
+template <typename Config, typename Epilogue, typename Params>
+__device__ void compute_tiles(SharedStorage<Config>& shared, const Params& params) {
+  const auto& epilogue = params.epilogue;
   const MathThread thread{static_cast<int>(threadIdx.x / 128 - 1),
                           static_cast<int>(threadIdx.x / 32 - 4),
                           static_cast<int>(threadIdx.x % 32)};
@@ -99,10 +97,10 @@ __device__ void compute_tiles(SharedStorage<Config>& shared,
       state.advance();
     }
     const bool outside =
-        tile.row + thread.warpgroup * kWgmmaM >= tile.row_end || tile.col >= shape.cols;
+        tile.row + thread.warpgroup * kWgmmaM >= tile.row_end || tile.col >= params.shape.cols;
     if (outside || (k_blocks == 0 && !overwrite)) {  // an empty group adds nothing
       int stages = k_blocks;
-      if constexpr (Config::kLowRank) stages += low_rank_blocks(producer);
+      if constexpr (Config::kLowRank) stages += low_rank_blocks(params.producer);
       for (int k_block = 0; k_block < stages; ++k_block, state.advance()) {
         mbarrier_wait(&shared.full[state.stage], state.phase);
         pipeline.release(state.stage);
@@ -118,21 +116,20 @@ __device__ void compute_tiles(SharedStorage<Config>& shared,
     // spill, or serialise wgmma.
     if (k_blocks == 0 || !Config::kBlockScaled) clear_accumulator(accum);
     if constexpr (Config::kFp8)
-      mainloop_fp8<Config>(shared, pipeline, operands, tile, k_blocks, thread, producer, epilogue,
-                           accum);
+      mainloop_fp8<Config>(shared, pipeline, operands, tile, k_blocks, thread, params, accum);
     else
-      mainloop_16bit<Config>(shared, pipeline, operands, tile, k_blocks, producer, accum);
+      mainloop_16bit<Config>(shared, pipeline, operands, tile, k_blocks, params, accum);
 
     // is_split_k was read where that costs no time. With scales per group ptxas would spill for it.
     if (Config::kKGrouped && (Config::kScalePerGroup ? tile.is_split_k() : is_split_k)) {
-      add_partials(workspace, tile.source_slot(), tile.source_count(), accum);
+      add_partials(params.workspace, tile.source_slot(), tile.source_count(), accum);
       if (tile.destination_slot() > 0) {
-        write_partial(workspace, tile.destination_slot(), accum);
+        write_partial(params.workspace, tile.destination_slot(), accum);
         skip_epilogue();
         continue;
       }
     }
-    Epilogue::template apply<Config>(accum, shared, epilogue, shape, tile, overwrite, sync);
+    Epilogue::template apply<Config>(accum, shared, params, tile, overwrite, sync);
   }
 }
 
@@ -144,44 +141,36 @@ template <typename Config, typename Epilogue>
 constexpr int kMathRegisters = (3 * 168 - kHelperRegisters<Config, Epilogue>) / 2;
 
 // The roles of the block's warps.
-template <typename Config, typename Epilogue>
-__device__ void run_roles(SharedStorage<Config>& shared, const TensorMaps& maps,
-                          const typename ProducerOf<Config>::Arguments& producer,
-                          const Scale128x128View& scale_b,
-                          const typename Epilogue::Arguments& epilogue,
-                          const SplitKWorkspace& workspace, const TileCounts& counts,
-                          const GemmShape& shape) {
+template <typename Config, typename Epilogue, typename Params>
+__device__ void run_roles(SharedStorage<Config>& shared, const Params& params) {
   using Producer = ProducerOf<Config>;
   if (threadIdx.x < 128) {
     setmaxnreg_dec<kHelperRegisters<Config, Epilogue>>();
-    if (threadIdx.x < Producer::kThreads)
-      Producer::template run<Config>(shared, maps, producer, scale_b, workspace, counts, shape);
+    if (threadIdx.x < Producer::kThreads) Producer::template run<Config>(shared, params);
     constexpr bool takes_warp_1 = Producer::kThreads > 32;
     if constexpr (Config::kScale128x128 && !takes_warp_1)
-      if (threadIdx.x / 32 == 1) load_block_scales<Config>(shared, scale_b, producer, shape);
+      if (threadIdx.x / 32 == 1) load_block_scales<Config>(shared, params);
     constexpr int zeroing_warp = Config::kHasIdleWarp ? 1 : 2;
-    if (Config::kKGrouped && threadIdx.x / 32 == zeroing_warp && shared.active_groups < shape.E)
+    if (Config::kKGrouped && threadIdx.x / 32 == zeroing_warp &&
+        shared.active_groups < params.shape.E)
       clear_zeros(shared);
     if constexpr (takes_warp_1) {
       // It has the roles of warp 1.
     } else if constexpr (Config::kScale1x128) {
-      if (threadIdx.x / 32 == 1) find_shared_column_scales<Config>(shared, shape);
+      if (threadIdx.x / 32 == 1) find_shared_column_scales<Config>(shared, params);
     } else if constexpr (Config::kHasIdleWarp) {
-      if (threadIdx.x / 32 == 1 && elect_one())
-        schedule_tiles<Config>(shared, workspace, epilogue, counts, shape);
+      if (threadIdx.x / 32 == 1 && elect_one()) schedule_tiles<Config>(shared, params);
     }
     if constexpr (Epilogue::kByWholeWarps) {
       static_assert(!(Epilogue::kTakesWarp1 && takes_warp_1), "warp 1 has one role");
       if (threadIdx.x >= (Epilogue::kTakesWarp1 ? 32 : 64))
-        Epilogue::template run_store_warp<Config>(shared, maps, epilogue, workspace, counts, shape,
-                                                  threadIdx.x / 32);
+        Epilogue::template run_store_warp<Config>(shared, params, threadIdx.x / 32);
     } else if (threadIdx.x >= 64 && elect_one()) {
-      Epilogue::template run_store_warp<Config>(shared, maps, epilogue, workspace, counts, shape,
-                                                threadIdx.x / 32 - 2);
+      Epilogue::template run_store_warp<Config>(shared, params, threadIdx.x / 32 - 2);
     }
   } else {
     setmaxnreg_inc<kMathRegisters<Config, Epilogue>>();
-    compute_tiles<Config, Epilogue>(shared, producer, epilogue, workspace, shape);
+    compute_tiles<Config, Epilogue>(shared, params);
   }
   __syncwarp();
   cluster_sync();  // no block leaves while another may still arrive at its mbarriers
@@ -243,11 +232,12 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterSize)
       using Narrow = NarrowOf<Config>;
       auto& narrow = *reinterpret_cast<SharedStorage<Narrow>*>(raw);
       build_group_table<Narrow>(narrow.groups, offs, shape);
-      return run_roles<Narrow, Epilogue>(narrow, maps, producer, scale_b, epilogue, workspace,
-                                         narrow_counts, shape);
+      return run_roles<Narrow, Epilogue>(
+          narrow, KernelParams{maps, producer, scale_b, epilogue, workspace, narrow_counts, shape});
     }
   }
-  run_roles<Config, Epilogue>(shared, maps, producer, scale_b, epilogue, workspace, counts, shape);
+  run_roles<Config, Epilogue>(
+      shared, KernelParams{maps, producer, scale_b, epilogue, workspace, counts, shape});
 }
 
 // The kernel's narrow_counts: M-grouped GEMMs alone have narrow tiles.

@@ -507,12 +507,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1) __cluster_dims__(kCluster
   grid_dependency_wait();
   build_group_table<Config>(shared.groups, offs, shape);
 
+  const KernelParams params{maps, low.operands, {}, epilogue, {}, counts, shape};
   const int warp = threadIdx.x / 32;
   if (threadIdx.x < 128) {
     setmaxnreg_dec<kMxfp4HelperRegisters>();
-    if (threadIdx.x == 0)
-      TmaProducer::run<Config>(shared, maps, low.operands, {}, {}, counts, shape);
-    if (warp == 2 && elect_one()) schedule_tiles<Config>(shared, {}, epilogue, counts, shape);
+    if (threadIdx.x == 0) TmaProducer::run<Config>(shared, params);
+    if (warp == 2 && elect_one()) schedule_tiles<Config>(shared, params);
     if (warp == 3 && elect_one()) load_packed<Config>(shared, maps);
   } else {
     setmaxnreg_inc<kMxfp4MathRegisters<Config>>();

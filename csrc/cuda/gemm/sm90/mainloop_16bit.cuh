@@ -11,12 +11,12 @@ namespace grouped_linear::cuda::sm90 {
 
 // accum += the tile's k_blocks of a @ b.T, and a second product, if the kernel has one.
 // The first stage is full already.
-template <typename Config>
+template <typename Config, typename Params>
 __device__ __forceinline__ void mainloop_16bit(SharedStorage<Config>& shared,
                                                ConsumerPipeline<Config>& pipeline,
                                                const WgmmaOperands<Config>& operands,
                                                const WorkTile& tile, int k_blocks,
-                                               const typename ProducerOf<Config>::Arguments& low,
+                                               const Params& params,
                                                float (&accum)[Config::kTileN / 2]) {
   constexpr int whole = Config::kTileK / Config::kWgmmaK;
   // K-grouped: the last k-block may have fewer rows, in units of kWgmmaK; the others there are
@@ -45,7 +45,7 @@ __device__ __forceinline__ void mainloop_16bit(SharedStorage<Config>& shared,
   fence_operand(accum);
   if (previous >= 0) pipeline.release(previous);
   if constexpr (Config::kLowRank)
-    multiply_low_rank<Config>(shared, pipeline, operands, low, true, accum);
+    multiply_low_rank<Config>(shared, pipeline, operands, params.producer, true, accum);
   if constexpr (Config::kKGrouped) {
     const auto finish = [&](auto units) {
       if (!ready) mbarrier_wait(&shared.full[state.stage], state.phase);

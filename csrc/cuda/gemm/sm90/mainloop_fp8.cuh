@@ -16,13 +16,12 @@ namespace grouped_linear::cuda::sm90 {
 // accum += the tile's k_blocks of a @ b.T. With block scales and at least one k-block, it clears
 // accum first. The first stage is full already. A second product joins the sum, if the
 // kernel has one; a scale per group is of the first one alone, and is then applied here.
-template <typename Config>
+template <typename Config, typename Params>
 __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
                                              ConsumerPipeline<Config>& pipeline,
                                              const WgmmaOperands<Config>& operands,
                                              const WorkTile& tile, int k_blocks, MathThread thread,
-                                             const typename ProducerOf<Config>::Arguments& low,
-                                             const EpilogueArguments& epilogue,
+                                             const Params& params,
                                              float (&accum)[Config::kTileN / 2]) {
   constexpr int count = Config::kTileN / 2, parts = Config::kColumnParts;
   // Addresses in the first stage: the scales of this thread's first row, of its first columns, of
@@ -46,7 +45,7 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
 
   if constexpr (Config::kLowRankFirst) {
     clear_accumulator(accum);
-    multiply_low_rank<Config>(shared, pipeline, operands, low, false, partial);
+    multiply_low_rank<Config>(shared, pipeline, operands, params.producer, false, partial);
 #pragma unroll
     for (int i = 0; i < count; ++i) accum[accumulator_of<Config>(i)] += partial[i];
     ready = first = false;
@@ -151,10 +150,11 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
   }
 
   if constexpr (Config::kLowRank && !Config::kLowRankFirst) {
-    const float scale_a = epilogue.scale_a[tile.group], scale_b = epilogue.scale_b[tile.group];
+    const float scale_a = params.epilogue.scale_a[tile.group],
+                scale_b = params.epilogue.scale_b[tile.group];
 #pragma unroll
     for (int i = 0; i < count; ++i) accum[i] = __fmul_rn(__fmul_rn(accum[i], scale_a), scale_b);
-    multiply_low_rank<Config>(shared, pipeline, operands, low, true, accum);
+    multiply_low_rank<Config>(shared, pipeline, operands, params.producer, true, accum);
   }
 }
 

@@ -35,10 +35,8 @@ struct TmaProducer {
     if (!Config::kKGrouped) prefetch_tensor_map(&maps.narrow_b);
   }
 
-  template <typename Config>
-  static __device__ void run(SharedStorage<Config>& shared, const TensorMaps& maps,
-                             const LowRankArguments<Config>& low, const Scale128x128View&,
-                             const SplitKWorkspace&, const TileCounts&, const GemmShape& shape);
+  template <typename Config, typename Params>
+  static __device__ void run(SharedStorage<Config>& shared, const Params& params);
 
   template <typename Config>
   static __device__ __forceinline__ void load_a(SharedStorage<Config>& shared,
@@ -103,11 +101,9 @@ __device__ __forceinline__ void TmaProducer::load_b(SharedStorage<Config>& share
   }
 }
 
-template <typename Config>
-__device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps& maps,
-                                 const LowRankArguments<Config>& low, const Scale128x128View&,
-                                 const SplitKWorkspace&, const TileCounts&,
-                                 const GemmShape& shape) {
+template <typename Config, typename Params>
+__device__ void TmaProducer::run(SharedStorage<Config>& shared, const Params& params) {
+  const TensorMaps& maps = params.maps;
   constexpr int scale_bytes = Config::kBlockScaled ? 4 * Config::kRowScales : 0;
   constexpr uint16_t all = (1 << kClusterSize) - 1;
   // From shared memory: the special register would be read in every k-block (H200, 2026-11: 0.8% of
@@ -124,7 +120,8 @@ __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps
       if (tile.k_blocks < 0) return;
       state.advance();
     }
-    if constexpr (Config::kLowRankFirst) load_low_rank<Config>(shared, low, tile, state);
+    if constexpr (Config::kLowRankFirst)
+      load_low_rank<Config>(shared, params.producer, tile, state);
 #pragma unroll 1
     for (int k_block = 0; k_block < tile.k_blocks; ++k_block, state.advance()) {
       const int stage = state.stage;
@@ -167,7 +164,7 @@ __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps
       }
     }
     if constexpr (Config::kLowRank && !Config::kLowRankFirst)
-      load_low_rank<Config>(shared, low, tile, state);
+      load_low_rank<Config>(shared, params.producer, tile, state);
   }
 }
 

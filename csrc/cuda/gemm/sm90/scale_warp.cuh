@@ -6,13 +6,6 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// b's 128 x 128 scales by their strides, in elements: between groups, between scale blocks of b's
-// rows (the output's columns), and between scale blocks of K.
-struct Scale128x128View {
-  const float* scale;
-  int64_t group_stride, row_stride, k_stride;
-};
-
 // b's two scales in each k-block of a tile. A tile of 192 columns = 128 + 64 meets two scale
 // blocks: its first 64 columns are in one, its last 64 in the other, those between in either. (A
 // tile of up to 128 columns meets one or two as well.) A warp reads the scales of 32 k-blocks at
@@ -50,13 +43,14 @@ class BlockScales {
 
 // Scale128x128: writes b's scales beside the operands of every k-block. Not by BlockScales: with it
 // ptxas (nvcc 13.0) gives 167 promotions of the main loop registers of one bank.
-template <typename Config>
-__device__ void load_block_scales(SharedStorage<Config>& shared, const Scale128x128View& scale,
-                                  const LowRankArguments<Config>& low, const GemmShape& shape) {
+template <typename Config, typename Params>
+__device__ void load_block_scales(SharedStorage<Config>& shared, const Params& params) {
   static_assert(
       Config::kTileN <= kScaleBlock + 64,
       "a tile has two scales of b: one for its first 64 columns, one for those from column "
       "128 on");
+  const Scale128x128View& scale = params.scale_b;
+  const GemmShape& shape = params.shape;
   const int lane = threadIdx.x % 32;
   PipelineState<Config::kStages> state;
   const auto put = [&](float of_first, float of_last) {
@@ -76,7 +70,7 @@ __device__ void load_block_scales(SharedStorage<Config>& shared, const Scale128x
     const float* group = scale.scale + tile.group * scale.group_stride;
     if constexpr (Config::kLowRank)
 #pragma unroll 1
-      for (int i = 0; i < low_rank_blocks(low); ++i) put(1, 1);  // which nobody reads
+      for (int i = 0; i < low_rank_blocks(params.producer); ++i) put(1, 1);  // which nobody reads
 #pragma unroll 1
     for (int begin = 0; begin < tile.k_blocks; begin += 32) {
       const int64_t k = min(begin + lane, tile.k_blocks - 1) * scale.k_stride;
@@ -94,8 +88,8 @@ __device__ void load_block_scales(SharedStorage<Config>& shared, const Scale128x
 // make them share one where their magnitudes allow it), and writes these scales where Scale128x128
 // has its own, or kPerColumnScale. It starts as soon as the columns' scales are there, mostly while
 // the operands are still on their way.
-template <typename Config>
-__device__ void find_shared_column_scales(SharedStorage<Config>& shared, const GemmShape& shape) {
+template <typename Config, typename Params>
+__device__ void find_shared_column_scales(SharedStorage<Config>& shared, const Params& params) {
   static_assert(Config::kTileN <= kScaleBlock + 64, "see BlockScales");
   constexpr int parts = Config::kColumnParts;
   // The first column of the second scale block, or the last one of a tile that has a single block.
@@ -106,7 +100,7 @@ __device__ void find_shared_column_scales(SharedStorage<Config>& shared, const G
   for (int number = 0;; ++number) {
     const WorkTile& tile = wait_for_tile(shared, number);
     mbarrier_wait(&shared.scales_full[state.stage], state.phase);
-    const int k_blocks = tile.k_blocks, columns = shape.cols - tile.col;
+    const int k_blocks = tile.k_blocks, columns = params.shape.cols - tile.col;
     const bool between_is_first = tile.col % kScaleBlock == 0;
     const int first_of_last = max(min(between_is_first ? second_block : 64, columns - 1), 0);
     const auto find = [&] {

@@ -135,12 +135,12 @@ __device__ __forceinline__ void release_tile(Control& control, int number) {
 template <typename Config>
 class Scheduler {
  public:
-  __device__ Scheduler(SharedStorage<Config>& shared, const SplitKWorkspace& workspace,
-                       const TileCounts& counts, const GemmShape& shape)
+  template <typename Params>
+  __device__ Scheduler(SharedStorage<Config>& shared, const Params& params)
       : shared_(shared),
-        counter_(reinterpret_cast<unsigned long long*>(workspace.tile_counter)),
-        counts_(counts),
-        shape_(shape) {}
+        counter_(reinterpret_cast<unsigned long long*>(params.workspace.tile_counter)),
+        counts_(params.counts),
+        shape_(params.shape) {}
 
   __device__ void begin() {
     const int tiles = Config::kKGrouped
@@ -241,14 +241,12 @@ class Scheduler {
 };
 
 // Schedules, and zeroes what no tile writes, by one thread of a warp 1 that has no other role.
-template <typename Config>
-__device__ void schedule_tiles(SharedStorage<Config>& shared, const SplitKWorkspace& workspace,
-                               const EpilogueArguments& epilogue, const TileCounts& counts,
-                               const GemmShape& shape) {
-  ZeroFill<Config> zero_fill(shared, epilogue, shape);
+template <typename Config, typename Params>
+__device__ void schedule_tiles(SharedStorage<Config>& shared, const Params& params) {
+  ZeroFill<Config> zero_fill(shared, params.epilogue, params.shape);
   zero_fill.begin();
   if (shared.rank == 0) {
-    Scheduler<Config> scheduler(shared, workspace, counts, shape);
+    Scheduler<Config> scheduler(shared, params);
     scheduler.begin();
     while (scheduler.more()) {
       while (zero_fill.remaining() && !scheduler.may_publish()) zero_fill.step();

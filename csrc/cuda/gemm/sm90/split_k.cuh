@@ -8,16 +8,10 @@
 // value of 2^64.
 #pragma once
 
+#include "cuda/gemm/sm90/params.cuh"
 #include "cuda/gemm/sm90/smem_layout.cuh"
 
 namespace grouped_linear::cuda::sm90 {
-
-// Slots count from 1. A slot has a flag and accumulators of every math warp of both blocks.
-struct SplitKWorkspace {
-  uint64_t* tile_counter;  // see Scheduler
-  uint64_t* flags;
-  float* accumulators;  // null: there is no workspace, and no tile is split
-};
 
 constexpr int kCounterWords = 16;  // one, and what keeps the rest aligned
 constexpr int kFlagsPerSlot = kClusterSize * kMathWarps;

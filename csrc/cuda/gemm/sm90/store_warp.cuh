@@ -28,10 +28,12 @@ __host__ __device__ __forceinline__ bool stores_whole_rows(const EpilogueArgumen
 // Where the output is added to: its first subtile is loaded into the buffers and added there by the
 // math warps, while wgmma runs; a second subtile (of float32) is added by L2. L2 alone adds some
 // 300 float32 a nanosecond, and makes loads of operands wait (H200, 2026-11).
-template <typename Config, bool whole_rows>
-__device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& map,
-                            const EpilogueArguments& epilogue, Scheduler<Config>& scheduler,
-                            const GemmShape& shape, int warpgroup) {
+template <typename Config, bool whole_rows, typename Params>
+__device__ void store_tiles(SharedStorage<Config>& shared, const Params& params,
+                            Scheduler<Config>& scheduler, int warpgroup) {
+  const CUtensorMap& map = params.maps.out;
+  const EpilogueArguments& epilogue = params.epilogue;
+  const GemmShape& shape = params.shape;
   constexpr int buffers = Config::kEpilogueBuffers, at_once = whole_rows ? buffers : 1;
   constexpr int parts = kWgmmaM / Config::kEpilogueRows;
   const int subtiles = LinearEpilogue::subtiles(epilogue);
@@ -137,17 +139,14 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& ma
   bulk_wait_read<0>();
 }
 
-template <typename Config>
-__device__ void LinearEpilogue::run_store_warp(SharedStorage<Config>& shared,
-                                               const TensorMaps& maps, const Arguments& args,
-                                               const SplitKWorkspace& workspace,
-                                               const TileCounts& counts, const GemmShape& shape,
+template <typename Config, typename Params>
+__device__ void LinearEpilogue::run_store_warp(SharedStorage<Config>& shared, const Params& params,
                                                int warpgroup) {
-  Scheduler<Config> scheduler(shared, workspace, counts, shape);
-  if (stores_whole_rows<Config>(args, shape.cols))
-    store_tiles<Config, true>(shared, maps.out, args, scheduler, shape, warpgroup);
+  Scheduler<Config> scheduler(shared, params);
+  if (stores_whole_rows<Config>(params.epilogue, params.shape.cols))
+    store_tiles<Config, true>(shared, params, scheduler, warpgroup);
   else
-    store_tiles<Config, false>(shared, maps.out, args, scheduler, shape, warpgroup);
+    store_tiles<Config, false>(shared, params, scheduler, warpgroup);
 }
 
 }  // namespace grouped_linear::cuda::sm90
