@@ -16,6 +16,7 @@ import torch.distributed.nn.functional as dist_nn
 from torch import Tensor, nn
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -135,10 +136,25 @@ def check_one_process(
     compare(got, want, rank, exact_weights=not how.get("fp8"))
 
 
-def compile_whole(model: nn.Module, **options: Any) -> Any:
+def compile_whole(model: Any, **options: Any) -> Any:
     """In one graph; by Inductor on a GPU. On a CPU that takes longest, and the guide does it."""
     backend = "inductor" if device().type == "cuda" else "aot_eager"
     return torch.compile(model, fullgraph=True, backend=backend, **options)
+
+
+def check_both_compiled(rank: int, directory: Path) -> None:
+    """In one graph: weights in both precisions, and what FSDP2 gathers of them."""
+    check_one_process({**BLOCK, "weights": "both"}, WAYS["all_gather"], True, rank, directory)
+    meshes = init_device_mesh(device().type, (1, PROCESSES), mesh_dim_names=("data", "experts"))
+    parallel = make(**BLOCK, weights="both")
+    parallel = parallelize_module(parallel, meshes["experts"], ExpertParallel())
+    parallel = fully_shard(parallel, mesh=meshes["data"])
+    x, logits, dy = (t[own(rank)].requires_grad_() for t in tokens())
+    want = torch.autograd.grad(parallel(x, *route(logits)), (x, logits), dy)
+    parallel.forward = compile_whole(parallel.forward)
+    got = torch.autograd.grad(parallel(x, *route(logits)), (x, logits), dy)
+    for actual, expected in zip(got, want, strict=True):
+        assert_same_bits(actual, expected)
 
 
 def check_open_sizes(dispatch: str, rank: int, directory: Path) -> None:
@@ -485,6 +501,7 @@ CHECKS: Checks = {
         f"block_{way}_compiled": partial(check_one_process, BLOCK, WAYS[way], True)
         for way in ("all_gather", "all_to_all_v_fp8")  # open_sizes compiles all_to_all
     },
+    "both_compiled": check_both_compiled,
     "bias": partial(check_one_process, {"bias": True}, WAYS["all_to_all"], False),
     **{
         f"open_sizes_{way}": partial(check_open_sizes, way)

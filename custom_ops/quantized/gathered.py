@@ -46,6 +46,11 @@ class GatheredWeight(Tensor):
         t.q, t.scale, t.recipe = q, scale, recipe
         return t
 
+    @property
+    def scaling(self) -> str | None:
+        """That of the recipe's weights: a constant, see :attr:`Format.compared`."""
+        return self.recipe.weight.scaling
+
     def quantized_weight(self) -> QuantizedWeight:
         """What a layer's GEMMs read."""
         return QuantizedWeight(self.q, self.scale, None)

@@ -94,9 +94,9 @@ def stored_weight(op: str, w: Any, recipe: Recipe | None) -> QuantizedWeight | N
         )
     if isinstance(w, GroupedTensorWithMaster):
         # A view, as of a weight that is stored transposed, has no parts of its own.
-        same = recipe is not None and recipe.weight == w.recipe.weight
+        same = recipe is not None and recipe.weight.compared == w.format_options
         return w.quantized_weight() if same and w.is_whole else None
-    if recipe is None or recipe.weight.scaling != w.recipe.weight.scaling:
+    if recipe is None or recipe.weight.scaling != w.scaling:
         name = type(w.recipe).__name__
         raise ValueError(f"{op}: a quantized weight needs the recipe {name}, got {recipe!r}")
     return w.quantized_weight()

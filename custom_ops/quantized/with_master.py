@@ -193,6 +193,11 @@ class GroupedTensorWithMaster(Tensor):
         """q, scale and q_t."""
         return QuantizedWeight(self.q, self.scale, self.q_t)
 
+    @property
+    def format_options(self) -> tuple[Any, ...]:
+        """Those of its recipe's format for weights, see :attr:`Format.compared`."""
+        return self.recipe.weight.compared
+
     def quantized_weight(self) -> QuantizedWeight:
         """The parts that a layer's GEMMs read. Without q_t a backward transposes q for itself.
 

@@ -196,6 +196,8 @@ class Format:
                 "Format: quantize takes the place of dtype and scaling: leave these out"
             )
         object.__setattr__(self, "_epsilon_text", repr(float(self.amax_epsilon)))
+        options = tuple(getattr(self, o.name) for o in fields(self) if o.compare)
+        object.__setattr__(self, "_compared", options)
 
     role = "Format"
     """Which operand of which recipe it is, as errors name it; a recipe sets it."""
@@ -221,6 +223,16 @@ class Format:
             as_given = scale is None or offs_E is None
             _check_operand(f"{name}: columnwise", made.columnwise, scale, t, as_given)
         return made
+
+    @property
+    def compared(self) -> tuple[Any, ...]:
+        """The options by which formats are equal, which are constants.
+
+        Dynamo makes nothing but constants of what a tensor that is made in a graph holds, as the
+        local part of a DTensor (torch 2.13).
+        """
+        options: tuple[Any, ...] = self._compared  # type: ignore[attr-defined]
+        return options
 
     @property
     def epsilon(self) -> float:
