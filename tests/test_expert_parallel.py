@@ -40,7 +40,7 @@ from grouped_linear.parallel import (
 )
 from grouped_linear.parallel.expert_parallel import DISPATCHERS
 from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
-from support.compare import assert_same_bits
+from support.compare import assert_same_bits, bits
 from support.devices import needs_two_gpus
 from support.documents import ROOT, examples
 from support.processes import PROCESSES, Checks, Passes, device
@@ -303,6 +303,22 @@ def check_quantized_weight(rank: int, directory: Path) -> None:
             compare_weight_gradient(p.grad.to_local(), of_whole.grad[rank * L : (rank + 1) * L])
 
 
+def check_copies_of_states(rank: int, directory: Path) -> None:
+    """Copies and files of e4m3 numbers of several processes."""
+    state, twin = (spread(make(**BLOCK, weights="fp8")).state_dict() for _ in range(2))
+    copied = copy.deepcopy(state)
+    torch.save(state, directory / f"{rank}.pt")
+    loaded = torch.load(directory / f"{rank}.pt")
+    assert type(loaded["down_proj"]) is DTensor
+    for t in state.values():
+        t.to_local().zero_()
+    for name, expected in twin.items():
+        for one in (copied[name], loaded[name]):
+            assert (one.dtype, one.placements) == (expected.dtype, expected.placements)
+            assert_same_bits(bits(one.to_local()), bits(expected.to_local()))
+    assert_same_bits(bits(copied["down_proj"].full_tensor()), bits(twin["down_proj"].full_tensor()))
+
+
 def check_adapters(rank: int, directory: Path) -> None:
     """Adapters lie with their experts, and have one process's gradients."""
     data, whole = tokens(), make(lora=Lora(8, 16), **BLOCK)
@@ -514,6 +530,7 @@ CHECKS: Checks = {
     **{f"extreme_{way}": partial(check_extreme_routing, way) for way in DISPATCHERS},
     "micro_batches": check_micro_batches,
     "quantized_weight": check_quantized_weight,
+    "copies_of_states": check_copies_of_states,
     "adapters": check_adapters,
     "meta": partial(check_meta, {}),
     "meta_quantized": partial(check_meta, {**BLOCK, "weights": "fp8"}),

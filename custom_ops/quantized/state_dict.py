@@ -4,7 +4,6 @@ A weight with its master is there in high precision. One that is frozen, ``name`
 e4m3 numbers, and as ``name_scale_inv``, its float32 scales.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -43,38 +42,6 @@ def sent_as_bytes(q: Any) -> Any:
     """A DTensor whose e4m3 numbers are gathered as bytes on CPUs; any other as it is."""
     if not is_dtensor(q) or q.dtype != E4M3 or q.device.type != "cpu":
         return q
-    dtensor: Any = type(q)
-    cls = _class_sent_as_bytes(dtensor)
-    return cls(q.to_local(), q._spec, requires_grad=False)
+    from grouped_linear.quantized import float8_dtensor
 
-
-@cache
-def _class_sent_as_bytes(dtensor: Any) -> Any:
-    """A subclass of DTensor, which is not imported here: that takes 0.5 s."""
-
-    class Float8DTensor(dtensor):  # type: ignore[misc]
-        """Collectives on CPUs know no float8."""
-
-        def redistribute(
-            self, device_mesh: Any = None, placements: Any = None, **options: Any
-        ) -> Any:
-            sent = _viewed(self, dtensor, torch.uint8)
-            return _viewed(sent.redistribute(device_mesh, placements, **options), dtensor, E4M3)
-
-        def full_tensor(self, **options: Any) -> Tensor:
-            whole: Tensor = _viewed(self, dtensor, torch.uint8).full_tensor(**options)
-            return whole.view(E4M3)
-
-    return Float8DTensor
-
-
-def _viewed(t: Any, dtensor: Any, dtype: torch.dtype) -> Any:
-    """A DTensor of the same bytes."""
-    return dtensor.from_local(
-        t.to_local().view(dtype),
-        t.device_mesh,
-        t.placements,
-        run_check=False,
-        shape=t.shape,
-        stride=t.stride(),
-    )
+    return float8_dtensor.sent_as_bytes(q)

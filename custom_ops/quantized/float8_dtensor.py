@@ -1,0 +1,61 @@
+"""A DTensor of e4m3 numbers on CPUs. Importing DTensor takes 0.5 s, so who needs it imports this.
+
+State dicts have it, see :mod:`grouped_linear.quantized.state_dict`.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from grouped_linear.meta_kernels.rules import E4M3
+
+
+class Float8DTensor(DTensor):
+    """Numbers that collectives send as bytes: on CPUs they know no float8.
+
+    Pickles are those of a plain DTensor.
+    """
+
+    def redistribute(
+        self, device_mesh: Any = None, placements: Any = None, **options: Any
+    ) -> DTensor:
+        """As of a DTensor."""
+        sent = _viewed(self, torch.uint8).redistribute(device_mesh, placements, **options)
+        return _viewed(sent, E4M3)
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """As of a DTensor."""
+        return _viewed(self, torch.uint8).full_tensor(**options).view(E4M3)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Float8DTensor":
+        twin = sent_as_bytes(_plain(self, copy.deepcopy(self.to_local(), memo)))
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self, self.to_local()).__reduce_ex__(protocol)
+
+
+def sent_as_bytes(t: DTensor) -> Float8DTensor:
+    """A DTensor of e4m3 numbers as one whose collectives send bytes; it has the same memory."""
+    return Float8DTensor(t.to_local(), t._spec, requires_grad=False)
+
+
+def _plain(like: DTensor, local: Tensor) -> DTensor:
+    """A plain DTensor of a process's part, placed as another is."""
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _viewed(t: DTensor, dtype: torch.dtype) -> DTensor:
+    """A DTensor of the same bytes."""
+    return _plain(t, t.to_local().view(dtype))
