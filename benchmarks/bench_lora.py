@@ -2,33 +2,104 @@
 
     python -m benchmarks.bench_lora            # the table, to results/, and a plot
     python -m benchmarks.bench_lora --compile  # the same steps under torch.compile
+    python -m benchmarks.bench_lora --compile --model gpt_oss_20b
 
-Layers of Qwen3-30B-A3B with random weights, PEFT's adapters, AdamW over them. "PEFT" is
-transformers' grouped_mm with PEFT as it comes, which adds the adapters to the weights in every
-forward. Each row is a process of its own, so that no row finds another one's memory. Times are
-between CUDA events around whole steps; peaks are torch's, weights included. GPU time is the sum of
-a step's kernels.
+Layers of Qwen3-30B-A3B or of GPT-OSS-20B with random weights, PEFT's adapters, AdamW over them.
+"PEFT" is transformers' grouped_mm with PEFT as it comes, which adds the adapters to the weights in
+every forward; GPT-OSS is then dequantized to BF16. Each row is a process of its own, so that no row
+finds another one's memory. Times are of whole steps, each from an idle GPU to an idle one; peaks
+are torch's, weights included. GPU time is the sum of a step's kernels.
 
-It needs transformers and peft.
+It needs transformers, peft and accelerate.
 """
 
 import argparse
-import json
+import contextlib
 import statistics
-import subprocess
-import sys
-from typing import Any
+import time
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import timing
+from benchmarks import gpt_oss, timing
 
 PEFT, BF16, FP8 = "PEFT, BF16", "ours, BF16", "ours, FP8"
-WEIGHTS = (PEFT, BF16, FP8)
+MXFP4, MXFP4_FP8 = "ours, MXFP4", "ours, MXFP4, FP8 activations"
 ATTENTION, EXPERTS = "attention", "attention and experts"
-SCOPES = (ATTENTION, EXPERTS)
 EXPERT_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+VOCABULARY = 32000
 GIB = 2**30
+
+
+class Model(NamedTuple):
+    """What is measured of a model: so many of its layers in each row."""
+
+    title: str
+    sizes: dict[str, int]
+    weights: tuple[str, ...]
+    scopes: tuple[str, ...]
+
+
+QWEN3 = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+TINY = {
+    "num_experts_per_tok": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+OF_QWEN3, OF_GPT_OSS = (PEFT, BF16, FP8), (PEFT, BF16, MXFP4, MXFP4_FP8)
+MODELS = {
+    "qwen3_30b": Model("Qwen3-30B-A3B", QWEN3, OF_QWEN3, (ATTENTION, EXPERTS)),
+    # Its other sizes are GptOssConfig's defaults.
+    "gpt_oss_20b": Model("GPT-OSS-20B", {"num_local_experts": 32}, OF_GPT_OSS, (EXPERTS,)),
+    "qwen3_tiny": Model(
+        "a tiny Qwen3-MoE",
+        {**TINY, "num_experts": 4, "moe_intermediate_size": 32},
+        OF_QWEN3,
+        (ATTENTION, EXPERTS),
+    ),
+    "gpt_oss_tiny": Model(
+        "a tiny GPT-OSS",
+        {**TINY, "num_local_experts": 4, "intermediate_size": 32},
+        OF_GPT_OSS,
+        (EXPERTS,),
+    ),
+}
+
+
+class Row(NamedTuple):
+    """Milliseconds of a step and of its kernels, GiB of the weights and at the peak."""
+
+    scope: str
+    weights: str
+    step: float
+    kernels: float
+    held: float
+    peak: float
+
+
+def load(name: str, sizes: dict[str, Any], weights: str, device: torch.device) -> Any:
+    """A model of these sizes on the device, whose experts are as a row says, or in BF16."""
+    from transformers import GptOssConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    if name.startswith("gpt_oss"):
+        packed = weights in (MXFP4, MXFP4_FP8)
+        return gpt_oss.load(GptOssConfig(**sizes, use_cache=False), device, packed=packed)
+    config = Qwen3MoeConfig(**sizes, use_cache=False)
+    config._experts_implementation = "grouped_mm"
+    with device:
+        return Qwen3MoeForCausalLM(config).to(torch.bfloat16)
 
 
 def with_adapters(model: Any, weights: str, scope: str, rank: int, **options: Any) -> Any:
@@ -36,13 +107,15 @@ def with_adapters(model: Any, weights: str, scope: str, rank: int, **options: An
     from peft import LoraConfig, get_peft_model
 
     from grouped_linear import Float8BlockScaling, convert
-    from grouped_linear.integrations.peft import use_grouped_adapters
+    from grouped_linear.integrations.peft import for_packed_experts, use_grouped_adapters
 
     model.requires_grad_(False)
     if weights == BF16:
         convert(model)
     elif weights == FP8:
         convert(model, Float8BlockScaling(), weights="fp8")
+    elif weights == MXFP4_FP8:  # loading has converted the model without a recipe
+        convert(model, Float8BlockScaling())
     lora = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
@@ -50,46 +123,29 @@ def with_adapters(model: Any, weights: str, scope: str, rank: int, **options: An
         target_parameters=list(EXPERT_PARAMETERS) if scope == EXPERTS else None,
         **options,
     )
-    model = get_peft_model(model, lora)
+    model = get_peft_model(model, for_packed_experts(lora))
     if weights != PEFT and scope == EXPERTS:
         use_grouped_adapters(model)
     return model
 
 
-def make_model(weights: str, scope: str, options: argparse.Namespace) -> Any:
-    """The model with its adapters, on the device."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        num_hidden_layers=options.layers,
-        vocab_size=32000,
-        num_experts=options.experts,
-        num_experts_per_tok=8,
-        hidden_size=2048,
-        moe_intermediate_size=768,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        use_cache=False,
-    )
-    config._experts_implementation = "grouped_mm"
-    with torch.device(options.device):
-        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-    model = with_adapters(model, weights, scope, options.rank)
-    for p in model.parameters():
-        if p.requires_grad:
-            p.data = p.data.to(torch.bfloat16)
-    return model
-
-
-def measure(weights: str, scope: str, options: argparse.Namespace) -> dict[str, float]:
-    """One row: milliseconds of a step and of its kernels, GiB of the weights and at the peak."""
-    model = make_model(weights, scope, options)
-    held = torch.cuda.memory_allocated() / GIB
+def measure(
+    options: argparse.Namespace, name: str, turn: contextlib.AbstractContextManager[object]
+) -> list[Row]:
+    """One row, by its scope and weights; times are taken within the turn."""
+    scope, weights = name.split(": ")
+    device = torch.device(options.device)
+    on_gpu = device.type == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    sizes = {**MODELS[options.model].sizes, "num_hidden_layers": options.layers}
+    model = load(options.model, {**sizes, "vocab_size": VOCABULARY}, weights, device)
+    model = with_adapters(model, weights, scope, options.rank).train()
     adapters = [p for p in model.parameters() if p.requires_grad]
+    for p in adapters:
+        p.data = p.data.to(torch.bfloat16)
+    held = torch.cuda.memory_allocated() / GIB if on_gpu else 0.0
     optimizer = torch.optim.AdamW(adapters, lr=1e-4, fused=True)
-    tokens = torch.randint(32000, (options.batch, options.context), device=options.device)
+    tokens = torch.randint(VOCABULARY, (options.batch, options.context), device=device)
     forward = torch.compile(model) if options.compile else model
 
     def step() -> None:
@@ -99,98 +155,103 @@ def measure(weights: str, scope: str, options: argparse.Namespace) -> dict[str, 
 
     for _ in range(3):
         step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(options.rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    peak = torch.cuda.max_memory_allocated() / GIB
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize()
+    with turn:
+        synchronize()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(options.rounds):
+            begin = time.perf_counter()
+            step()
+            synchronize()
+            times.append(1e3 * (time.perf_counter() - begin))
+        peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
+        activity = torch.profiler.ProfilerActivity
+        with torch.profiler.profile(
+            activities=[activity.CUDA if on_gpu else activity.CPU]
+        ) as profile:
+            step()
+            synchronize()
+    if options.profile:
+        print(name, profile.key_averages().table("self_device_time_total", 25, 60), flush=True)
     kernels = sum(e.self_device_time_total for e in profile.key_averages()) / 1e3
-    return {"step": statistics.median(times), "kernels": kernels, "held": held, "peak": peak}
+    return [Row(scope, weights, statistics.median(times), kernels, held, peak)]
 
 
-def in_own_process(weights: str, scope: str, arguments: list[str]) -> dict[str, float]:
-    """The same in another process."""
-    row = [sys.executable, "-m", "benchmarks.bench_lora", *arguments, "--row", weights, scope]
-    done = subprocess.run(row, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit(done.stderr[-3000:])
-    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return measured
-
-
-def plot(rows: dict[tuple[str, str], dict[str, float]], path: str) -> None:
+def plot(rows: list[Row], path: str) -> None:
     """Step and peak, a bar a row."""
     from matplotlib.figure import Figure
 
-    colours = {PEFT: "#999999", BF16: "#56B4E9", FP8: "#D55E00"}
+    palette = ("#999999", "#56B4E9", "#D55E00", "#E69F00")
+    scopes, weights = (list(dict.fromkeys(column)) for column in list(zip(*rows, strict=True))[:2])
+    width = 0.81 / len(weights)
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, (key, title) in zip(
         figure.subplots(1, 2), {"step": "step, ms", "peak": "peak, GiB"}.items(), strict=True
     ):
-        for i, scope in enumerate(SCOPES):
-            for j, weights in enumerate(WEIGHTS):
-                value = rows[weights, scope][key]
-                bars = axes.bar(
-                    i + (j - 1) * 0.27,
-                    value,
-                    0.25,
-                    color=colours[weights],
-                    label=weights if i == 0 else None,
-                )
-                axes.bar_label(bars, fmt="%.1f", fontsize=8)
-        axes.set_xticks(range(len(SCOPES)), [f"LoRA on {scope}" for scope in SCOPES])
+        for row in rows:
+            i, j = scopes.index(row.scope), weights.index(row.weights)
+            bars = axes.bar(
+                i + (j - (len(weights) - 1) / 2) * width,
+                getattr(row, key),
+                0.93 * width,
+                color=palette[j],
+                label=row.weights if i == 0 else None,
+            )
+            axes.bar_label(bars, fmt="%.1f", fontsize=8)
+        axes.set_xticks(range(len(scopes)), [f"LoRA on {scope}" for scope in scopes])
         axes.set_title(title)
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_lora")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
-    given = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args(given)
-    if options.row:
-        print(json.dumps(measure(*options.row, options)))
-        return
-    device = torch.device(options.device)
-    rows = {
-        (weights, scope): in_own_process(weights, scope, given)
-        for scope in SCOPES
-        for weights in WEIGHTS
-    }
+def page(rows: list[Row], options: argparse.Namespace) -> str:
+    """The table, under the sentences that say what it is of."""
     table = [["LoRA on", "experts", "step, ms", "kernels, ms", "weights, GiB", "peak, GiB"]]
-    for (weights, scope), row in rows.items():
-        numbers = [f"{row[key]:.1f}" for key in ("step", "kernels")]
-        table.append([scope, weights, *numbers, f"{row['held']:.2f}", f"{row['peak']:.2f}"])
-    stem = f"bench_lora{'_compiled' * options.compile}_{timing.slug(device)}"
-    how = "compiled" if options.compile else "eager"
+    for row in rows:
+        numbers = f"{row.step:.1f}", f"{row.kernels:.1f}", f"{row.held:.2f}", f"{row.peak:.2f}"
+        table.append([row.scope, row.weights, *numbers])
     about = (
-        f"{options.layers} layers of Qwen3-30B-A3B, {options.batch} x {options.context} tokens, "
-        f"rank {options.rank}. PEFT is transformers' grouped_mm with PEFT as it comes."
+        f"{options.layers} layers of {MODELS[options.model].title}, {options.batch} x "
+        f"{options.context} tokens, rank {options.rank}. PEFT is transformers' grouped_mm with "
+        "PEFT as it comes."
     )
-    title = f"A fine-tuning step with LoRA, {how}"
-    text = timing.page(title, about, "bench_lora", device, timing.markdown(table))
+    title = f"A fine-tuning step with LoRA, {'compiled' if options.compile else 'eager'}"
+    device = torch.device(options.device)
+    return timing.page(title, about, "bench_lora", device, timing.markdown(table))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options, all of which have defaults."""
+    options = argparse.ArgumentParser(prog="python -m benchmarks.bench_lora")
+    options.add_argument("--model", choices=MODELS, default="qwen3_30b")
+    options.add_argument("--layers", type=int, default=4)
+    options.add_argument("--batch", type=int, default=4)
+    options.add_argument("--context", type=int, default=1024)
+    options.add_argument("--rank", type=int, default=16)
+    options.add_argument("--rounds", type=int, default=10)
+    options.add_argument("--device", default="cuda")
+    options.add_argument("--compile", action="store_true")
+    options.add_argument(
+        "--at-once", type=int, default=1, help="rows that load and compile at once"
+    )
+    options.add_argument("--profile", action="store_true", help="print each row's slowest kernels")
+    options.add_argument("--write", action=argparse.BooleanOptionalAction, default=True)
+    return options
+
+
+def main() -> None:
+    options = parser().parse_args()
+    of_model = MODELS[options.model]
+    names = [f"{scope}: {weights}" for scope in of_model.scopes for weights in of_model.weights]
+    rows = timing.side_by_side(partial(measure, options), names, options.at_once)
+    text = page(rows, options)
     print(text)
     if options.write:
+        model = "" if options.model == "qwen3_30b" else f"_{options.model}"
+        how = "_compiled" if options.compile else ""
+        stem = f"bench_lora{model}{how}_{timing.slug(torch.device(options.device))}"
         (timing.RESULTS / f"{stem}.md").write_text(text)
         plot(rows, str(timing.RESULTS / f"{stem}.png"))
 

@@ -6,7 +6,8 @@ A frozen base of GPT-OSS is read by fprop and dgrad as it is published, four bit
 scale for each 32. The roofs are this library's `grouped_mm` of the weight in BF16, and
 `grouped_scaled_mm` of the weight in FP8. Where groups have few rows, as in generation, the weight's
 bytes bound the product: there the roof is a read of the packed bytes of the experts that have rows,
-half as many bytes copied.
+half as many bytes copied. A second table has `quantize_mxfp4` and `dequantize_mxfp4`, beside a copy
+that moves as many bytes.
 
 T rows, E groups, K in_features, N out_features.
 """
@@ -40,6 +41,7 @@ SIZES = {
 }
 TOKENS = 8192
 FEW_TOKENS = (1, 8, 64)
+PARTS = ("many", "few", "quantize")
 
 
 def routed(tokens: int, E: int, device: torch.device) -> Tensor:
@@ -114,6 +116,43 @@ def measure_few(tokens: int, device: torch.device, report: timing.Report) -> Non
     report.add(case, timing.time_paired(calls, device, report.rounds), 2 * T * N * K)
 
 
+def measure_quantize(name: str, device: torch.device, report: timing.Report) -> None:
+    """The ops between BF16 and MXFP4: 2 bytes a number, and 17 for each 32 numbers."""
+    E, N, K = SIZES[name]
+    w_ENK = normal(E, N, K, device=device, scale=K**-0.5)
+    w = ops.quantize_mxfp4(w_ENK)
+    moved = w_ENK.nbytes + w.q.nbytes + w.scale.nbytes
+    calls = {
+        "copy": timing.copy_of(moved, device),
+        "quantize_mxfp4": lambda: ops.quantize_mxfp4(w_ENK),
+        "dequantize_mxfp4": lambda: ops.dequantize_mxfp4(w.q, w.scale),
+    }
+    timings = timing.time_paired(calls, device, report.rounds)
+    report.add({"weight": name, "E": E, "N": N, "K": K}, timings, moved)
+
+
+def reports(device: torch.device, rounds: int) -> tuple[timing.Report, timing.Report]:
+    """The tables of GEMMs and of quantization, empty."""
+    module = "bench_mxfp4"
+    report = timing.Report(
+        module,
+        "How fast are grouped GEMMs of a weight in MXFP4, beside BF16 and FP8?",
+        "TFLOP/s",
+        device,
+        rounds,
+    )
+    report.note("8192 tokens, 4 random experts each; few: 1, 8 and 64 tokens")
+    of_quantize = timing.Report(
+        f"{module}_quantize",
+        "How close do quantize_mxfp4 and dequantize_mxfp4 come to a plain copy?",
+        "GB/s",
+        device,
+        rounds,
+        module=module,
+    )
+    return report, of_quantize
+
+
 def probe(device: torch.device) -> None:
     """Call every op that is timed, or raise the sentence that says why not."""
     w = ops.quantize_mxfp4(normal(2, 32, 64, device=device))
@@ -124,25 +163,26 @@ def probe(device: torch.device) -> None:
 def main() -> None:
     parser: argparse.ArgumentParser = timing.arguments(__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
     device = timing.device_for(args.device, probe)
-    report = timing.Report(
-        "bench_mxfp4",
-        "How fast are grouped GEMMs of a weight in MXFP4, beside BF16 and FP8?",
-        "TFLOP/s",
-        device,
-        args.rounds,
-    )
-    report.note("8192 tokens, 4 random experts each; few: 1, 8 and 64 tokens")
-    for name in args.sizes[:1] if args.quick else args.sizes:
+    report, of_quantize = reports(device, args.rounds)
+    sizes = args.sizes[:1] if args.quick else args.sizes
+    for name in sizes if "many" in args.parts else ():
         for operands in ("bf16", "fp8"):
             for gemm in ("fprop", "dgrad"):
                 measure(name, operands, gemm, device, report)
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-    for tokens in FEW_TOKENS[:1] if args.quick else FEW_TOKENS:
-        measure_few(tokens, device, report)
-    report.finish(args.write, mean_by=("a", "gemm"), merge=args.merge)
+    if "few" in args.parts:
+        for tokens in FEW_TOKENS[:1] if args.quick else FEW_TOKENS:
+            measure_few(tokens, device, report)
+    for name in sizes if "quantize" in args.parts else ():
+        measure_quantize(name, device, of_quantize)
+    if report.rows:
+        report.finish(args.write, mean_by=("a", "gemm"), merge=args.merge)
+    if of_quantize.rows:
+        of_quantize.finish(args.write, merge=args.merge)
 
 
 if __name__ == "__main__":

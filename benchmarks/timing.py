@@ -129,7 +129,8 @@ class Turn:
         self.lock.acquire()
 
     def __exit__(self, *failure: object) -> None:
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self.lock.release()
         self.together.wait()
 

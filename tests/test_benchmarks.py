@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks import (
     bench_host,
     bench_low_rank,
+    bench_mxfp4,
     bench_portable,
     bench_swiglu_gemm,
     front_page,
@@ -261,6 +262,20 @@ def test_a_second_product_beside_one_of_its_own(gemm: str, operands: str) -> Non
     assert report.rows[0].work == 2 * 24 * 48 * 32
     with pytest.raises(SystemExit, match="one kernel and three give different results"):
         bench_low_rank.check(gemm, torch.ones(2), torch.zeros(2))
+
+
+def test_mxfp4_beside_its_roofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench_mxfp4.SIZES, "20b_gate_up", bench_mxfp4.Size(E=4, N=64, K=96))
+    report, of_quantize = bench_mxfp4.reports(CPU, rounds=2)
+    for operands in ("bf16", "fp8"):
+        for gemm in ("fprop", "dgrad"):
+            bench_mxfp4.measure("20b_gate_up", operands, gemm, CPU, report)
+    bench_mxfp4.measure_few(1, CPU, report)
+    assert [row.candidate for row in report.rows[-3:]] == ["packed bytes", "bf16", "mxfp4"]
+    bench_mxfp4.measure_quantize("20b_gate_up", CPU, of_quantize)
+    names = ["copy", "quantize_mxfp4", "dequantize_mxfp4"]
+    assert [row.candidate for row in of_quantize.rows] == names
+    assert of_quantize.rows[0].work == 4 * 64 * 96 * (2 + 17 / 32)
 
 
 def test_one_kernel_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
