@@ -18,6 +18,7 @@ from grouped_linear import (
     Lora,
     Recipe,
     compare,
+    te,
     watch,
 )
 from support import reference
@@ -119,6 +120,20 @@ def test_weights_that_are_frozen() -> None:
     assert by_role["output", "weight"] < 1e-6  # rounded already
     for name, p in layer.named_parameters():
         assert_same_bits(p, before[name])
+
+
+@pytest.mark.parametrize("weights", [None, "fp8", "mxfp4", "one each"])
+def test_weights_in_another_dtype_than_x(weights: Any) -> None:
+    """Recipes in FP8 read any; without a recipe they are cast. Frozen ones remember theirs."""
+    if weights == "one each":
+        layer: Any = te.GroupedLinear(2, 128, 64, bias=False, recipe=Float8BlockScaling())
+    else:
+        layer = GroupedLinear(2, 128, 64, False, recipe=Float8BlockScaling(), weights=weights)
+    if weights in ("fp8", "mxfp4"):
+        layer.bfloat16()
+    x = torch.randn(20, 128, dtype=torch.bfloat16, requires_grad=True)
+    found = compare(layer, lambda: layer(x, [12, 8]).sum().backward(), roles=True)
+    assert 0.01 < found.worst()[0].difference < 0.06
 
 
 def test_layers_before_all_that_learns() -> None:

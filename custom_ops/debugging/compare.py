@@ -5,6 +5,7 @@ T rows, E groups (experts), K in_features, N out_features.
 
 import copy
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -171,11 +172,11 @@ def _results(
 
     Random numbers are those that come next in the step, which draws them again.
     """
-    other = _with_recipe(layer.module, recipe)
     if dy is not None:
         args = tuple(map(_leaf, args))
         kwargs = {name: _leaf(t) for name, t in kwargs.items()}
     x: Tensor = args[0] if args else kwargs[layer.input]
+    other = _with_recipe(layer, recipe, x.dtype)
     leaves = {"x": x, **{n: p for n, p in other.named_parameters() if p.requires_grad}}
     # Each recipe is a compilation of the same forward.
     many = torch._dynamo.config.patch(recompile_limit=1024) if compiled else nullcontext()
@@ -191,8 +192,12 @@ def _results(
     return results
 
 
-def _with_recipe(layer: Any, recipe: Recipe | None) -> Any:
-    """A layer with the same parameters in high precision, which keeps and changes nothing else."""
+def _with_recipe(experts: Experts, recipe: Recipe | None, dtype: torch.dtype) -> Any:
+    """A layer with the same parameters in high precision, which keeps and changes nothing else.
+
+    Its weights are in x's dtype where the recipe reads no other.
+    """
+    layer = experts.module
     other = copy.copy(layer)
     changed: dict[str, Any] = {"watched": None, "_modules": {}}
     for name, module in layer._modules.items():
@@ -206,12 +211,16 @@ def _with_recipe(layer: Any, recipe: Recipe | None) -> Any:
         else:  # an activation of converted experts
             changed["_modules"][name] = module
     frozen = layer._frozen if isinstance(layer, KeepsFrozen) else {}
-    parameters = {n: _in_high_precision(p) for n, p in layer._parameters.items()}
+    parameters: dict[str, Any] = {n: _in_high_precision(p) for n, p in layer._parameters.items()}
     for name_of_frozen, how in frozen.items():
         del parameters[name_of_frozen + SCALE]
         w = layer.dequantize(name_of_frozen)
         w = w.mT if how.is_transposed else w  # the call reads [E, N, K]
         parameters[name_of_frozen] = nn.Parameter(w, requires_grad=False)
+    if recipe is None or not recipe.weight.reads_any_dtype:
+        for name, p in parameters.items():
+            if re.sub(r"\d+$", "", name) in experts.weights or name in experts.weights:
+                parameters[name] = nn.Parameter(p.detach().to(dtype), p.requires_grad)
     changed |= {"_parameters": parameters, "_frozen": {}}
     hooks = [n for n in vars(layer) if n.startswith("_") and n.endswith("_hooks")]
     changed |= {name: OrderedDict() for name in hooks}
