@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from expecttest import assert_expected_inline
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -196,11 +197,27 @@ def test_not_for_gradients() -> None:
     assert model.model.layers[0].self_attn.q_proj.weight.grad.any()
 
 
+def ernie_vl() -> Any:
+    """Experts of two sizes, for text and for images, which its configuration has as a list."""
+    config = transformers.Ernie4_5_VLMoeTextConfig(
+        vocab_size=64,
+        hidden_size=256,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        intermediate_size=F,
+        moe_num_experts=E,
+        moe_intermediate_size=[F, 2 * F],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [22, 22, 20]},
+    )
+    return transformers.Ernie4_5_VLMoeTextModel(config)
+
+
 def test_what_transformers_cannot_save(tmp_path: Path) -> None:
     """Refused before a file is written; it computes, and its state dict is as any other."""
     messages = []
-    families = ("mixtral", "nemotron_h", "muse_spark")
-    for model in (tiny(family).to(BF16) for family in families):
+    models = [tiny(family) for family in ("mixtral", "nemotron_h", "muse_spark")]
+    for model in (m.to(BF16) for m in (*models, ernie_vl())):
         convert(model, weights="fp8")
         assert frozen_names(model)
         messages.append(sentence(lambda m=model: m.save_pretrained(tmp_path)))
@@ -212,7 +229,8 @@ def test_what_transformers_cannot_save(tmp_path: Path) -> None:
         """\
 save_pretrained: a checkpoint has gate and up apart, and a block of scales reaches from one into the other where an expert's 48 features are no multiple of 128: save the model before it is converted, or its state_dict()
 save_pretrained: transformers' FP8 experts do not know the configuration of model.layers.1.mixer.experts (NemotronHConfig has none of: ('hidden_activation', 'hidden_act')): save the model before it is converted, or its state_dict()
-save_pretrained: transformers' FP8 experts have no biases, transposed weights or norms, layers.0.mlp.experts has: save the model before it is converted, or its state_dict()""",  # noqa: E501
+save_pretrained: transformers' FP8 experts have no biases, transposed weights or norms, layers.0.mlp.experts has: save the model before it is converted, or its state_dict()
+save_pretrained: transformers' FP8 experts have one size, the configuration of layers.1.mlp.text_moe.experts lists several: save the model before it is converted, or its state_dict()""",  # noqa: E501
     )
 
 

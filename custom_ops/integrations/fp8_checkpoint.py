@@ -154,6 +154,8 @@ def _obstacle_of(name: str, experts: Any) -> str | None:
             theirs: Any = FP8Experts(experts.config, (BLOCK, BLOCK), has_gate=experts.has_gate)
     except AttributeError as error:
         return f"transformers' FP8 experts do not know the configuration of {name} ({error})"
+    except TypeError:  # ERNIE 4.5 VL: one for text, one for images
+        return f"transformers' FP8 experts have one size, the configuration of {name} lists several"
     theirs.has_post_expert_norm, theirs.is_concatenated = False, True
     for w in weight_names(experts):
         weight = getattr(experts, w)
