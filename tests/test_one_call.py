@@ -29,6 +29,7 @@ from grouped_linear import (
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_bits, bits
 from support.devices import devices
+from support.documents import models
 from support.errors import sentence
 from support.hugging_face import tiny
 from support.ops import OPS
@@ -226,6 +227,10 @@ def test_experts_of_the_library_without_its_interface(name: str) -> None:
         f"{OF_LIBRARY[name]} does not go through transformers' experts interface: give the class a "
         "forward that calls grouped_mlp or grouped_linear)"
     )
+
+
+def test_the_page_of_models_has_them() -> None:
+    assert models()[1].keys() == {name.split(".")[0] for name in OF_LIBRARY}
 
 
 class Clamped(Expert):

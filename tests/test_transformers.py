@@ -41,6 +41,7 @@ from support import reference
 from support.calls import Calls
 from support.commands import run
 from support.devices import devices
+from support.documents import models
 from support.hugging_face import FAMILIES, AnyConfig, model_of, tiny, tokens
 from support.ops import OPS
 from support.processes import PROCESSES, Checks, Passes
@@ -493,6 +494,33 @@ def test_every_experts_class_of_the_library(module: str, name: str, device: str)
     kept = compute(experts, "grouped_linear_fp8", leaves, chosen)
     for i in range(1 + len(leaves)):
         assert torch.equal(kept[i], in_each_call[i])
+
+
+SPECIAL = {  # an option of the interface, and docs/models.md's words
+    "is_transposed=True": "transposed weights",
+    "has_bias=True": "biases",
+    "has_gate=False": "without a gate",
+    "has_post_expert_norm=True": "a norm after each expert",
+}
+
+
+def test_the_page_of_models_has_every_family() -> None:
+    """By name, and with the words that say how its experts differ from Mixtral's."""
+    if not transformers.__version__.startswith("5.24."):
+        pytest.skip("docs/models.md lists the models of transformers 5.24")
+    said, families = models()[0], set()
+    for case in every_experts_class():
+        module, name = map(str, case.values)
+        family = module.split(".")[2]
+        families.add(family)
+        file = Path(transformers.__file__).parent / f"models/{family}/{module.split('.')[-1]}.py"
+        decorator = re.search(rf"(@use_experts_.*)\nclass {name}\b", file.read_text())
+        assert decorator is not None
+        for option, words in SPECIAL.items():
+            assert (option in decorator[1]) == (words in said[family]), (family, words)
+        limited = SWIGLU_FORMS.get(name, (None, None))[1] is not None
+        assert limited == ("a gate with a limit" in said[family]), family
+    assert said.keys() == families
 
 
 OTHER_ACTIVATIONS = {

@@ -58,7 +58,7 @@ def convert(
     before anything is written. Convert after a checkpoint is loaded, before sharding,
     DistributedDataParallel and the optimizer. Parameters that learn go on to learn, except weights
     that ``weights="fp8"`` freezes. A converted model can be copied and pickled.
-    docs/transformers.md, docs/plain_torch.md and docs/inference.md describe each form.
+    docs/models.md lists the models; docs/plain_torch.md and docs/inference.md describe other forms.
 
     Args:
         model: a model, or a module that is to be converted itself; torchtitan's experts may be on
