@@ -45,6 +45,7 @@ GROUPED_LINEAR_DEVICE float one_plus_exp(float g) {
 //   slope        the derivative by g of g * s
 struct PlainSwiglu {
   static constexpr bool interleaved = false;
+  GROUPED_LINEAR_DEVICE static float sigmoid(float x) { return exact::inverse(one_plus_exp(x)); }
   GROUPED_LINEAR_DEVICE static float product(float a, float b) { return exact::mul(a, b); }
   GROUPED_LINEAR_DEVICE float gate(float g) const { return g; }
   GROUPED_LINEAR_DEVICE float up(float u) const { return u; }
@@ -64,6 +65,7 @@ struct SwigluForm {
   float cubic = 0, slope_cubic = 0;                       // times alpha, and times 3 * alpha
   float slope_limit = std::numeric_limits<float>::max();  // see swiglu_form
 
+  GROUPED_LINEAR_DEVICE static float sigmoid(float x) { return exact::inverse(one_plus_exp(x)); }
   // +0 in place of -0, which a negative beta would make of the zeros past a group's end.
   GROUPED_LINEAR_DEVICE static float product(float a, float b) { return exact::fma(a, b, 0.0f); }
   GROUPED_LINEAR_DEVICE float gate(float g) const { return clamps_gate(g) ? limit : g; }
@@ -155,16 +157,20 @@ GROUPED_LINEAR_DEVICE float swiglu_grad_gate_with(const Form& form, float s, flo
 }
 
 template <typename Form>
+GROUPED_LINEAR_DEVICE float sigmoid_of(const Form& form, float gate) {
+  return form.sigmoid(form.scaled_gate(form.gate(gate)));
+}
+template <typename Form>
 GROUPED_LINEAR_DEVICE float swiglu_of(const Form& form, float gate, float up) {
-  return swiglu_with(form, exact::inverse(one_plus_exp(form, gate)), gate, up);
+  return swiglu_with(form, sigmoid_of(form, gate), gate, up);
 }
 template <typename Form>
 GROUPED_LINEAR_DEVICE float swiglu_grad_up(const Form& form, float gate, float up, float dh) {
-  return swiglu_grad_up_with(form, exact::inverse(one_plus_exp(form, gate)), gate, up, dh);
+  return swiglu_grad_up_with(form, sigmoid_of(form, gate), gate, up, dh);
 }
 template <typename Form>
 GROUPED_LINEAR_DEVICE float swiglu_grad_gate(const Form& form, float gate, float up, float dh) {
-  return swiglu_grad_gate_with(form, exact::inverse(one_plus_exp(form, gate)), gate, up, dh);
+  return swiglu_grad_gate_with(form, sigmoid_of(form, gate), gate, up, dh);
 }
 
 }  // namespace grouped_linear

@@ -1,4 +1,6 @@
-"""Grouped GEMMs that go on with SwiGLU or its gradient: the bits of the two ops that each replaces.
+"""Grouped GEMMs that go on with SwiGLU or its gradient, beside the two ops that each replaces.
+
+They have the bits of these but on Hopper, where the sigmoid in an epilogue is approximate.
 
 T rows, E groups, K features of a, F features of h.
 """
@@ -42,10 +44,23 @@ def normal(sample: Sample) -> Sample:
     return sample
 
 
+def assert_neighbours(actual: Tensor, expected: Tensor) -> None:
+    """Few numbers differ, and by one rounding; near its zero a gradient's slope has more error."""
+    finite = expected[expected.isfinite()].float().abs()
+    atol = 2**-16 * finite.max().item() if finite.numel() else 0
+    rtol = torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True)
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    assert (~same).sum() <= max(8, actual.numel() // 1000)
+
+
 def check(sample: Sample, device: str) -> None:
     actual, expected = sample.results(device), one_after_the_other(sample, device)
     for t, e in zip(actual[:2], expected[:2], strict=True):
-        assert_same_bits(t, e)
+        if device == "cpu":
+            assert_same_bits(t, e)
+        else:
+            assert_neighbours(t, e)
     if sample.op == "grouped_mm_swiglu_grad":
         # d_weight: F products of any order of additions, each rounded to float32.
         atol = 1e-5 * expected[2].abs().max().item() if expected[2].numel() else 0
@@ -56,7 +71,7 @@ def check(sample: Sample, device: str) -> None:
     ("op", "groups", "variant", "dtype", "device"),
     cases("grouped_mm_swiglu", "grouped_mm_swiglu_grad"),
 )
-def test_bits_of_two_ops(
+def test_results_of_two_ops(
     op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
 ) -> None:
     check(normal(variant_of(op, groups, variant, dtype)), device)
