@@ -300,7 +300,7 @@ def check_whole(form: str, rank: int, directory: Path) -> None:
 
 
 def check_torch_sends_no_float8(rank: int, directory: Path) -> None:
-    """Over gloo. Once it does, what docs/checkpoints.md says of whole states is out of date."""
+    """Over gloo. Once it does, docs/quantized_weights.md on whole states is out of date."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(PROCESSES, 4).to(E4M3), requires_grad=False)
     state = {"weight": torch.ones(PROCESSES, 4).to(E4M3)}
