@@ -29,6 +29,7 @@ from grouped_linear.nn.watched import ROLES, WatchedLayer
 from support import reference
 from support.compare import assert_same_bits
 from support.devices import devices, needs_gpu
+from support.errors import sentence
 from support.formats import composed
 from support.pairs import pairwise
 from support.processes import Checks, Passes, device
@@ -467,6 +468,22 @@ def test_the_sample_moves_and_can_be_all() -> None:
     assert not steps(seen, 2)
     seen.switch(True)
     assert steps(seen, 1) == [0]
+
+
+def test_one_watch_of_a_layer() -> None:
+    """A second would reset the numbers of the first."""
+    layer, x, arguments = case("linear", Float8BlockScaling(), "cpu")
+    first = watch(layer)
+    layer(x, *arguments)
+    assert sentence(lambda: watch(nn.Sequential(layer))) == (
+        "watch: 0 is watched already: read that Watch, or call its remove()"
+    )
+    assert first.read().operands
+    first.remove()
+    second = watch(layer)
+    first.remove()  # not of the second
+    layer(x, *arguments)
+    assert second.read().operands
 
 
 def test_table() -> None:

@@ -3,6 +3,7 @@
 E groups (experts), K in_features, N out_features.
 """
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ Destination = str | Path | Callable[[Statistics], Any] | Any | None
 #: Of each expert's weight at most so many rows, and columns, are compared with the reading before.
 MOVED_ROWS, MOVED_COLUMNS = 8, 256
 
+#: A layer counts for one of these: another would reset its numbers and its flag.
+_watching: "weakref.WeakSet[Watch]" = weakref.WeakSet()
+
 
 class Watch:
     """The layers of a model that are watched; :func:`watch` makes one.
@@ -59,7 +63,15 @@ class Watch:
                 f"watch: {type(model).__name__} has no GroupedLinear, no GroupedMLP and no "
                 "experts that convert has converted"
             )
+        taken = {id(module) for other in _watching for module in other._modules.values()}
+        for name, e in watched.items():
+            if id(e.module) in taken:
+                raise ValueError(
+                    f"watch: {name or type(model).__name__} is watched already: read that Watch, "
+                    "or call its remove()"
+                )
         self._modules: dict[str, Any] = {name: e.module for name, e in watched.items()}
+        _watching.add(self)
         for module, experts in zip(self._modules.values(), watched.values(), strict=True):
             if getattr(module, "watched", None) is None:
                 device = next(module.parameters()).device
@@ -132,8 +144,10 @@ class Watch:
 
     def remove(self) -> None:
         """Stop watching: the layers compute, compile and cost what they did before."""
-        for module in self._modules.values():
-            module.watched = None
+        if self in _watching:  # another may watch them since
+            for module in self._modules.values():
+                module.watched = None
+        _watching.discard(self)
 
     def trainer_callback(self) -> Any:
         """A callback for transformers' Trainer that calls :meth:`step` after each step."""
@@ -212,7 +226,8 @@ def watch(
             function of :class:`Statistics` (``print``), or None.
 
     Raises:
-        ValueError: for a model without such layers, or a wrong option.
+        ValueError: for a model without such layers, or one of whose layers is watched already; for
+            a wrong option.
 
     >>> from grouped_linear import Float8BlockScaling, GroupedMLP
     >>> model = GroupedMLP(4, 128, 256, recipe=Float8BlockScaling())
