@@ -195,6 +195,8 @@ def test_dropout_and_frozen_weights() -> None:
 def test_what_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match=r"^compare: Linear has no GroupedLinear, no GroupedM"):
         compare(nn.Linear(3, 3), lambda: None)
+    with pytest.raises(ValueError, match=r"^compare: 0 has no recipe, nor has another layer: make"):
+        compare(nn.Sequential(linear(None)), lambda: None)
     layer, (x, dy) = linear(Float8BlockScaling()), arguments()
     with pytest.raises(ValueError, match=r"^compare: no backward of step reached the layer ''$"):
         compare(layer, lambda: layer(x, SPLITS))

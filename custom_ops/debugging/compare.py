@@ -100,10 +100,12 @@ def compare(
     [('output', True), ('x', True), ('weight', True)]
     """
     layers: dict[str, Experts] = {}
+    without: list[str] = []
     recipes_of: dict[str, dict[str, Recipe]] = {}
     for name, module in named_unwrapped(model):
         experts = experts_of(module)
         if experts is None or experts.recipe is None:
+            without += [] if experts is None or not experts.computed_here else [name]
             continue
         recipe = experts.recipe
         where = f"compare: {name or type(model).__name__}"
@@ -116,6 +118,11 @@ def compare(
         layers[name], recipes_of[name] = experts, {"all": recipe}
         if roles:
             recipes_of[name] |= {role: fake_quantize(recipe, (role,)) for role in ROLES}
+    if not layers and without:
+        raise ValueError(
+            f"compare: {without[0] or type(model).__name__} has no recipe, nor has another layer: "
+            "make layers with a recipe, or convert(model, recipe) a model of another library"
+        )
     if not layers:
         raise ValueError(
             f"compare: {type(model).__name__} has no GroupedLinear, no GroupedMLP and no experts "
