@@ -690,6 +690,17 @@ def test_says_what_weights_of_both_kinds_would_take() -> None:
     assert "more" not in repr(convert(mixtral()))
 
 
+def test_advises_what_can_be_done() -> None:
+    """Of each layer by its own recipe, and nothing that convert would refuse."""
+    done = convert(mixtral(), Float8BlockScaling(), recipes={"model.layers.0.*": None})
+    assert [one.note for one in done.weights] == [
+        "",
+        'quantized by each call; weights="both": FP8 as well, 36.86 kB more',
+    ]
+    gpt_oss = tiny("gpt_oss").requires_grad_(False)
+    assert [one.note for one in convert(gpt_oss, Float8BlockScaling()).weights] == [""]
+
+
 def test_says_that_frozen_weights_can_be_quantized_once() -> None:
     advice = '(frozen, quantized by each call; weights="fp8" quantizes them once)'
     frozen = mixtral().requires_grad_(False)

@@ -150,6 +150,17 @@ def test_state_dicts_load_bit_for_bit() -> None:
         assert_same_bits(own.down_proj.detach().clone(), theirs.dequantize("down_proj"))
 
 
+def test_frozen_experts_do_not_learn() -> None:
+    model = frozen()
+    expected = logits(model)
+    assert sentence(lambda: convert(model, Float8BlockScaling(), weights="both")) == (
+        "convert: model.layers.0.mlp.experts: the weights are frozen in FP8 and would not learn: "
+        "leave weights out, or load the model in high precision (a checkpoint in FP8: "
+        "FineGrainedFP8Config(dequantize=True)) and convert that"
+    )
+    assert torch.equal(logits(model), expected)
+
+
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
 )
@@ -183,9 +194,9 @@ def test_mixed_with_high_precision(tmp_path: Path) -> None:
 def test_another_implementation_does_not_read_bytes() -> None:
     model = frozen()
     model.set_experts_implementation("eager")
-    with pytest.raises(ValueError, match=r"'eager' would read their bytes: call convert again"):
+    with pytest.raises(ValueError, match=r"'eager' would .* call convert\(model, Float8BlockScal"):
         logits(model)
-    convert(model, weights="fp8")
+    convert(model, Float8BlockScaling())
     logits(model)
 
 

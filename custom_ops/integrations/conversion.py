@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from grouped_linear.meta_kernels.rules import E4M3, dtype_name
 from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.weight import local_part
+from grouped_linear.quantized.weight import Weights, local_part
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Float8BlockScaling, Float8CurrentScaling, Recipe
 
@@ -100,11 +100,14 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model)"
 
 
-def kept_weights(modules: Sequence[nn.Module], recipe: Recipe | None) -> tuple[KeptWeights, ...]:
-    """How the weights [E, N, K] in these modules are kept, the most bytes first."""
+def kept_weights(modules: Mapping[nn.Module, Recipe | None]) -> tuple[KeptWeights, ...]:
+    """How the weights [E, N, K] in these modules are kept, the most bytes first.
+
+    Each module has the recipe by which its weights are quantized in a call.
+    """
     weights = {
-        id(p): (p, _kind_of(module, name))
-        for module in modules
+        id(p): (p, _kind_of(module, name), _option_for(module, p, recipe))
+        for module, recipe in modules.items()
         for name, p in module.named_parameters()
         if p.dim() == 3 and not name.endswith(SCALE)
     }
@@ -114,26 +117,36 @@ def kept_weights(modules: Sequence[nn.Module], recipe: Recipe | None) -> tuple[K
         for name, p in module.named_parameters()
         if name.endswith(SCALE)
     }
-    alike: dict[tuple[str, torch.dtype, bool | None], list[tuple[Tensor, int]]] = {}
-    quantizes = isinstance(recipe, (Float8BlockScaling, Float8CurrentScaling))
-    for p, kind in weights.values():
+    alike: dict[tuple[str, torch.dtype, Weights], list[tuple[Tensor, int]]] = {}
+    for p, kind, option in weights.values():
         w = local_part(p)
-        each_call = quantizes and kind == dtype_name(w.dtype)
-        alike.setdefault((kind, w.dtype, p.requires_grad if each_call else None), []).append(
-            (w, w.nbytes + scales.get(id(p), 0))
-        )
+        with_scales = w, w.nbytes + scales.get(id(p), 0)
+        alike.setdefault((kind, w.dtype, option), []).append(with_scales)
     kept = []
-    for (kind, dtype, learns), same in alike.items():
+    for (kind, dtype, option), same in alike.items():
         note, numbers = "", sum(w.numel() for w, _ in same)
-        if learns:
+        if option == "both":
             more = _size(2 * numbers)
             note = f'quantized by each call; weights="both": FP8 as well, {more} more'
-        elif learns is not None and isinstance(recipe, Float8BlockScaling):
+        elif option == "fp8":
             note = 'frozen, quantized by each call; weights="fp8" quantizes them once'
         if kind != dtype_name(dtype) and dtype.itemsize > 1:
             note = f"{_size(numbers * dtype.itemsize)} as {dtype_name(dtype)}"
         kept.append(KeptWeights(kind, sum(nbytes for _, nbytes in same), note))
     return tuple(sorted(kept, key=lambda one: -one.nbytes))
+
+
+def _option_for(module: nn.Module, p: nn.Parameter, recipe: Recipe | None) -> Weights:
+    """The option ``weights`` by which calls would not quantize a plain weight, if it is taken."""
+    w = local_part(p)
+    has_hooks = p._backward_hooks or p._post_accumulate_grad_hooks
+    if w is not p or p.is_meta or has_hooks or type(w) is not nn.Parameter:
+        return None
+    if p.requires_grad and isinstance(recipe, Float8BlockScaling | Float8CurrentScaling):
+        return "both"
+    stays = getattr(module, "is_transposed", False) or getattr(module, "has_bias", False)
+    can_freeze = isinstance(recipe, Float8BlockScaling) and p.element_size() > 1 and not stays
+    return "fp8" if can_freeze and not p.requires_grad else None
 
 
 def how_kept(module: nn.Module, name: str) -> str:

@@ -68,9 +68,9 @@ def convert(
         weights: ``"both"`` to keep the experts' weights in high precision and FP8, for training,
             as ``GroupedTensorWithMaster``; ``"fp8"`` to freeze them in FP8
             alone, as bytes in plain parameters; None to leave them as they are. Experts of a
-            checkpoint in FP8 become such bytes in the memory that they have; under another
-            ``weights`` they are read as they are. They do not learn. w13 is refused with either,
-            biases and weights stored as [E, in_features, out_features] with ``"fp8"``.
+            checkpoint in FP8 become such bytes in the memory that they have, or are read as they
+            are. They do not learn, so ``"both"`` is refused. w13 is refused with either, biases and
+            weights stored as [E, in_features, out_features] with ``"fp8"``.
         recipes: other recipes for some of the experts, by patterns of their names in
             ``named_modules``, as ``fnmatch`` has them: ``{"model.layers.0.*": None}`` computes the
             first layer without FP8. Of several that match, the last one counts. With ``weights``
@@ -105,7 +105,8 @@ def convert(
     if weights == "mxfp4":
         raise ValueError(
             "convert: weights='mxfp4' is for layers of this package, GroupedMLP.from_experts makes "
-            "one of a list of experts: use weights='fp8' or 'both' here"
+            "one of a list of experts. GPT-OSS in MXFP4 is loaded by "
+            "grouped_linear.integrations.mxfp4"
         )
     recipe = Float8BlockScaling() if recipe is None and weights is not None else recipe
     request = Request(recipe, weights, save_gate_up_in_fp8, recipes or {})
@@ -157,13 +158,15 @@ def _check(model: Any, request: Request) -> None:
         check_recipe(where, recipe)
         if recipe is not None:
             check_weights_kept(where, recipe, request.weights)
-    if request.weights is not None and any(
-        isinstance(module, DistributedDataParallel) for module in model.modules()
-    ):
+    if request.weights is not None and _is_in_ddp(model):
         raise ValueError(
             "convert: DistributedDataParallel holds the parameters that weights="
             f"{request.weights!r} replaces: convert before it is made"
         )
+
+
+def _is_in_ddp(model: nn.Module) -> bool:
+    return any(isinstance(module, DistributedDataParallel) for module in model.modules())
 
 
 def _check_found(model: nn.Module, names: Collection[str], request: Request) -> None:
@@ -186,9 +189,9 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
 
 def _report(model: nn.Module, names: Collection[str], request: Request) -> Conversion:
     """The report of converted experts, by names in ``named_modules``."""
-    has_adapters, modules = adapted(model), [model.get_submodule(name) for name in names]
+    has_adapters, modules = adapted(model), {name: model.get_submodule(name) for name in names}
     converted = []
-    for name, module in zip(names, modules, strict=True):
+    for name, module in modules.items():
         experts = experts_of(module)
         assert experts is not None
         path = "grouped_linear" if experts.library == "torchtitan" else "experts implementation"
@@ -196,10 +199,12 @@ def _report(model: nn.Module, names: Collection[str], request: Request) -> Conve
         path += ", with adapters" if module in has_adapters else ""
         size = num_parameters(module)
         converted.append(ConvertedExperts(name, experts.form, experts.num_experts, size, path))
+    in_ddp = _is_in_ddp(model)  # where weights cannot be kept in another way
+    recipes = {m: None if in_ddp else request.of(name).recipe for name, m in modules.items()}
     return Conversion(
         request.recipe,
         tuple(converted),
         look_alikes(model),
-        kept_weights(modules, request.recipe),
+        kept_weights(recipes),
         dict(request.recipes),
     )

@@ -24,6 +24,7 @@ from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.experts_forward import (
     is_frozen,
     is_in_fp8,
+    is_in_mxfp4,
     recipe_of,
     weight_in_fp8,
     weight_names,
@@ -292,9 +293,11 @@ def _in_blocks(op: str, model: Any) -> tuple[dict[str, Any], FineGrainedFP8Confi
         raise ValueError(f"{op}: {type(model).__name__} has no experts that are known")
     in_fp8 = {name: module for name, module in experts.items() if _has_blocks(module)}
     if not in_fp8:
-        raise ValueError(
-            f"{op}: {next(iter(experts))} is not in FP8 blocks: convert with weights='both'"
-        )
+        name, module = next(iter(experts.items()))
+        remedy = "convert with weights='both'"
+        if is_in_mxfp4(module):
+            remedy = "load the checkpoint with Mxfp4Config(dequantize=True) for that"
+        raise ValueError(f"{op}: {name} is not in FP8 blocks: {remedy}")
     config, conversions, obstacle = _checkpoint_of(model, in_fp8)
     if obstacle is not None:
         raise ValueError(f"{op}: {obstacle}")

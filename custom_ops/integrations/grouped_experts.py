@@ -157,16 +157,16 @@ def check(name: str, module: nn.Module, request: Request) -> None:
             f"{where}: the first scales of {type(recipe).__name__} would be lost on the meta "
             "device: convert when parameters have values"
         )
+    if weights is not None and parameters[0].dim() == 4:
+        raise ValueError(
+            f"{where}: {form.weights[0]} is {list(parameters[0].shape)}, and weights={weights!r} "
+            "keeps [E, N, K]: leave gate and up apart"
+        )
     if weights == "fp8" and parameters[0].is_meta and hasattr(module, "init_states"):
         raise ValueError(
             f"{where}: torchtitan draws the first values of a model that is on the meta device, "
             "and weights='fp8' holds those of a checkpoint: convert when it is loaded, or with "
             "weights='both'"
-        )
-    if weights is not None and parameters[0].dim() == 4:
-        raise ValueError(
-            f"{where}: {form.weights[0]} is {list(parameters[0].shape)}, and weights={weights!r} "
-            "keeps [E, N, K]: leave gate and up apart"
         )
     if weights is not None:
         check_replaceable(where, module, form.weights)

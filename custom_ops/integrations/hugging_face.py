@@ -67,9 +67,15 @@ def check(model: nn.Module, experts: Mapping[str, Any], request: Request) -> Non
                 f"{where}: the weights are in MXFP4 and stay so: leave weights out, or load the "
                 "checkpoint with Mxfp4Config(dequantize=True)"
             )
+        if of_module.weights == "both" and is_in_fp8(module):
+            raise ValueError(
+                f"{where}: the weights are frozen in FP8 and would not learn: leave weights out, "
+                "or load the model in high precision (a checkpoint in FP8: "
+                "FineGrainedFP8Config(dequantize=True)) and convert that"
+            )
         if of_module.weights is not None:
             check_replaceable(where, module, weight_names(module))
-        if of_module.weights == "both" and not is_in_fp8(module):
+        if of_module.weights == "both":
             _check_can_keep_both(where, module)
         if of_module.weights == "fp8" and not is_frozen(module):
             _check_can_freeze(where, module, model)
@@ -95,7 +101,7 @@ def convert(model: nn.Module, experts: Mapping[str, Any], request: Request) -> R
         set_own_recipe(module, of_module.recipe, request.recipe)
         if of_module.recipe is None:  # its weights stay plain
             continue
-        if of_module.weights == "both" and not is_in_fp8(module):
+        if of_module.weights == "both":
             replaced += _keep_both(module, of_module.recipe)
         if of_module.weights == "fp8" and not is_frozen(module):
             replaced += _freeze(module, of_module.recipe)
@@ -147,7 +153,8 @@ def _members(before: type[nn.Module]) -> dict[str, Any]:
         if is_frozen(self) and Implementation.of(name) is None:
             raise ValueError(
                 f"{before.__name__}: the weights are in few bits, and the experts implementation "
-                f"{name!r} would read their bytes: call convert again, which chooses another"
+                f"{name!r} would read their bytes: call convert(model, Float8BlockScaling()) "
+                "again, which chooses another"
             )
         return before.forward(self, *args, **kwargs)
 
