@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "cuda/gemm/kernel_arguments.h"
+#include "cuda/gemm/sm90/roles.h"
 #include "layout.h"
 
 namespace grouped_linear::cuda::sm90 {
@@ -168,18 +169,13 @@ struct GemmConfig {
   static constexpr int kStages =
       kNarrow && !kFp8 ? smaller(kMaxStages, kRoom / kStageBytes) : int{traits.stages};
 
-  // Whether warp 1 has nothing to do but scheduling and zeros. Otherwise a store warp zeroes while
-  // it waits.
-  static constexpr bool kHasIdleWarp =
-      !kBlockScaled && !kGathersRows && !kElementwise && !kDecodesB;
-  // Whether the last store warp schedules, else warp 1. Two store warps with elementwise work take
-  // longer than the tile's products, and leave it to a warp 1 that gathers.
-  static constexpr bool kStoreWarpSchedules = !kHasIdleWarp && !(kGathersRows && kElementwise);
+  // Where math warps decode b, kernel_mxfp4.cuh says which warp is what.
+  static constexpr Roles kRoles = roles_of(kBlockScaled, kGathersRows, kElementwise);
   // The scheduler is so many tiles ahead of the producer. A store warp schedules before it waits
   // for a tile, and the producer is some tiles further on by then; warps that gather need to know
   // the next one too. With more than three FP8 GEMMs that are bound by writing take longer (H100,
   // 2026-11: up to 1.12).
-  static constexpr int kTilesAhead = !kStoreWarpSchedules ? 2 : kGathersRows ? 7 : 3;
+  static constexpr int kTilesAhead = kRoles.scheduler == 1 && !kDecodesB ? 2 : kGathersRows ? 7 : 3;
   // Whether stages are written by cp.async too, which wgmma sees after a fence only.
   static constexpr bool kNeedsProxyFence = kGathersRows;
 

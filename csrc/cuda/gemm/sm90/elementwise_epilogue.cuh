@@ -100,12 +100,11 @@ struct StoredRows {
 //   store       writes what it computes from the buffers; by a whole warp, without a wait for TMA's
 //               reads of the buffers. Only the first warp of a warpgroup's rows has begin = 0.
 //
-// with_warp_1: warp 1, where it has no other role, takes a third of the rows of both warpgroups.
-template <typename Elementwise, bool with_warp_1>
+// Where warp 1 stores too, it takes a third of the rows of both warpgroups.
+template <typename Elementwise>
 struct ElementwiseEpilogue {
   using Arguments = typename Elementwise::Arguments;
   static constexpr int kRegisters = Elementwise::kRegisters;
-  static constexpr bool kByWholeWarps = true, kTakesWarp1 = with_warp_1;
 
   static __device__ __forceinline__ int subtiles(const Arguments&) { return 1; }
 
@@ -117,7 +116,7 @@ struct ElementwiseEpilogue {
   static __device__ __forceinline__ void apply(float (&accum)[Config::kTileN / 2],
                                                SharedStorage<Config>& shared, const Params& params,
                                                const WorkTile& tile, bool, const Sync& sync) {
-    static_assert(!Config::kKGrouped && !Config::kFp8);
+    static_assert(Config::kElementwise);
     auto& buffers = shared.epilogue[reread_thread_index() / 128 - 1][0];
     Elementwise::template add_bias<Config>(accum, params.epilogue, params.shape, tile);
     sync(0, [&] {
@@ -132,15 +131,17 @@ struct ElementwiseEpilogue {
                                         int warp) {
     const Arguments& args = params.epilogue;
     const GemmShape& shape = params.shape;
-    constexpr int own_rows = with_warp_1 ? 44 : kWgmmaM, warps = with_warp_1 ? 3 : 2;
+    constexpr Roles roles = Config::kRoles;
+    constexpr int warps = roles.count(Role::kStore), own_rows = warps == 3 ? 44 : kWgmmaM;
     const bool helps = warp == 1;
     const int first = helps ? 0 : warp - 2, last = helps ? kMathWarpgroups : warp - 1;
     const int begin = helps ? own_rows : 0, end = helps ? kWgmmaM : own_rows;
     TailZeros zeros(blockIdx.x * warps + 3 - warp, gridDim.x * warps);
     Elementwise::template tail<Config>(zeros, args, shape, shared.groups.row_end[shape.E - 1]);
     Scheduler<Config> scheduler(shared, params);
+    constexpr bool may_schedule = roles.schedules(Role::kStore);
     const bool schedules =
-        Config::kStoreWarpSchedules && warp == 3 && shared.rank == 0 && threadIdx.x % 32 == 0;
+        may_schedule && warp == roles.scheduler && shared.rank == 0 && threadIdx.x % 32 == 0;
     if (schedules) scheduler.begin();
     uint32_t phase = 0;
 #pragma unroll 1

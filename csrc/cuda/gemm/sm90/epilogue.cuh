@@ -8,16 +8,15 @@
 //
 //   Arguments            what the kernel is given for it: EpilogueArguments, or derived from that
 //   kRegisters           that a store warp's threads need; the producer may need more
-//   kByWholeWarps        whether run_store_warp is called by a warp, or by one thread of it
-//   kTakesWarp1          whether warp 1 calls it too, whose producer must then be one thread
 //   subtiles             rounds through the buffers that a tile takes
 //   prefetch             once a kernel: prefetches the output's tensor map
 //   writes_empty_groups  K-grouped: whether a tile without k-blocks is written, as zeros
 //   apply                one warpgroup's kWgmmaM x kTileN accumulators: fills the buffers, subtile
 //                        by subtile, each inside sync(subtile, fill)
-//   run_store_warp       all tiles of the block, also those that write nothing: for every subtile
+//   run_store_warp       by a thread of a store warp, or with elementwise work by the whole warp:
+//                        all tiles of the block, also those that write nothing. For every subtile
 //                        it arrives at epilogue_empty and waits for epilogue_full, so that both
-//                        halves stay in step. With kStoreWarpSchedules the last one schedules
+//                        halves stay in step. The last one may have to schedule (roles.h)
 //
 // To change values alone, derive from LinearEpilogue and change the accumulators before its apply
 // (tests/gemm_variants/variant.cu has such a one).
@@ -274,7 +273,6 @@ __device__ __forceinline__ void copy_transposed(EpilogueBuffers<Config>& buffers
 struct LinearEpilogue {
   using Arguments = EpilogueArguments;
   static constexpr int kRegisters = 40;
-  static constexpr bool kByWholeWarps = false, kTakesWarp1 = false;
 
   static __device__ __forceinline__ int subtiles(const Arguments& args) {
     return args.type == OutputType::kFloat ? 2 : 1;
@@ -317,7 +315,7 @@ struct LinearEpilogue {
 
   template <typename Config, typename Params>
   static __device__ void run_store_warp(SharedStorage<Config>& shared, const Params& params,
-                                        int warpgroup);
+                                        int warp);
 
  private:
   // One warp's 16 x kTileN accumulators to its buffers. row: its first one in the output matrix.

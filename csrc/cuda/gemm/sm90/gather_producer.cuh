@@ -48,7 +48,9 @@ struct GatheredTile {
 struct GatherProducer {
   using Arguments = GatheredRows;
   static constexpr int kThreads = 64;
-  static constexpr int kArrivals = 1 + kThreads;  // of the lane that uses TMA, and of every lane
+  // Those of the lane that uses TMA, of every lane, and of the lane that writes block scales.
+  template <typename Config>
+  static constexpr int kArrivals = 1 + kThreads + (Config::kScale128x128 ? 1 : 0);
   static constexpr int kRegisters = 72;
 
   template <typename Config>
@@ -126,7 +128,9 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const Params&
   const auto place_of = [&](int r) { return ((lane % 8) ^ (lane_row % 8) ^ (r % 8)) * 16; };
 
   Scheduler<Config> scheduler(shared, params);
-  const bool schedules = !Config::kStoreWarpSchedules && shared.rank == 0 && threadIdx.x == 32;
+  constexpr Roles roles = Config::kRoles;
+  constexpr bool may_schedule = roles.schedules(Role::kProducer);
+  const bool schedules = may_schedule && shared.rank == 0 && threadIdx.x == 32 * roles.scheduler;
   if (schedules) scheduler.begin();
   PipelineState<Config::kStages> state;
   BlockScales<Config> scales;
@@ -135,7 +139,7 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const Params&
   uint32_t k_block_number = 0;  // of all tiles
   for (int number = 0;; ++number) {
     // As a rule both are there: the one after them was published in the tile before.
-    if (schedules) scheduler.publish_before(number + 2);
+    if (schedules) scheduler.publish_before(number + Config::kTilesAhead);
     const WorkTile& tile = wait_for_tile(shared, number);
     if (threadIdx.x == 0) release_tile(shared, number);
     __syncwarp();
@@ -264,7 +268,7 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const Params&
           cp_async_4(smem_address(of_rows + 32 * i), source_scales + row[i]);
       }
       cp_async_arrive(&shared.full[stage]);
-      if (schedules && k_block == 0) scheduler.publish_before(number + 3);
+      if (schedules && k_block == 0) scheduler.publish_before(number + 1 + Config::kTilesAhead);
     }
     // Those of a tile after the next one could not be asked for.
     asked = max(0, min(Tile::kAsked - 1, next.k_blocks));

@@ -19,10 +19,10 @@ void launch_elementwise(const Launch& launch, const TensorMaps& maps, const Grou
   if constexpr (gathers) {
     if (gemm.a_rows)
       return launch_gemm<MGrouped16Bit<T, b_major, true, store_work>,
-                         ElementwiseEpilogue<Elementwise, false>>(
+                         ElementwiseEpilogue<Elementwise>>(
           launch, maps, gemm, {}, epilogue, gathered_rows(launch.op(), gemm.a_rows, a));
   }
-  launch_gemm<MGrouped16Bit<T, b_major, false, store_work>, ElementwiseEpilogue<Elementwise, true>>(
+  launch_gemm<MGrouped16Bit<T, b_major, false, store_work>, ElementwiseEpilogue<Elementwise>>(
       launch, maps, gemm, {}, epilogue);
 }
 

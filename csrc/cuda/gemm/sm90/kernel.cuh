@@ -44,7 +44,7 @@
 // They are in scheduler.cuh, producer.cuh, gather_producer.cuh, scale_warp.cuh, mainloop_*.cuh and
 // epilogue.cuh, store_warp.cuh, elementwise_epilogue.cuh, and zero_fill.cuh, in this order. With a
 // low-rank second product, producer and math warps go on with its k-blocks: low_rank.cuh.
-// run_roles below gives them out.
+// roles.h says which warp has which, and run_roles below gives them out.
 //
 // The two tiles of a cluster are neighbours and share an operand's tile, see tile_order.cuh. Each
 // block loads one half of it into both.
@@ -140,34 +140,24 @@ constexpr int kHelperRegisters = larger(ProducerOf<Config>::kRegisters, Epilogue
 template <typename Config, typename Epilogue>
 constexpr int kMathRegisters = (3 * 168 - kHelperRegisters<Config, Epilogue>) / 2;
 
-// The roles of the block's warps.
+// The roles of the block's warps. One after the other, not by a switch: ptxas makes other code then.
 template <typename Config, typename Epilogue, typename Params>
 __device__ void run_roles(SharedStorage<Config>& shared, const Params& params) {
   using Producer = ProducerOf<Config>;
+  constexpr Roles roles = Config::kRoles;
   if (threadIdx.x < 128) {
     setmaxnreg_dec<kHelperRegisters<Config, Epilogue>>();
     if (threadIdx.x < Producer::kThreads) Producer::template run<Config>(shared, params);
-    constexpr bool takes_warp_1 = Producer::kThreads > 32;
-    if constexpr (Config::kScale128x128 && !takes_warp_1)
-      if (threadIdx.x / 32 == 1) load_block_scales<Config>(shared, params);
-    constexpr int zeroing_warp = Config::kHasIdleWarp ? 1 : 2;
-    if (Config::kKGrouped && threadIdx.x / 32 == zeroing_warp &&
+    if (Config::kKGrouped && threadIdx.x / 32 == roles.zeros &&
         shared.active_groups < params.shape.E)
       clear_zeros(shared);
-    if constexpr (takes_warp_1) {
-      // It has the roles of warp 1.
-    } else if constexpr (Config::kScale1x128) {
-      if (threadIdx.x / 32 == 1) find_shared_column_scales<Config>(shared, params);
-    } else if constexpr (Config::kHasIdleWarp) {
-      if (threadIdx.x / 32 == 1 && elect_one()) schedule_tiles<Config>(shared, params);
-    }
-    if constexpr (Epilogue::kByWholeWarps) {
-      static_assert(!(Epilogue::kTakesWarp1 && takes_warp_1), "warp 1 has one role");
-      if (threadIdx.x >= (Epilogue::kTakesWarp1 ? 32 : 64))
-        Epilogue::template run_store_warp<Config>(shared, params, threadIdx.x / 32);
-    } else if (threadIdx.x >= 64 && elect_one()) {
-      Epilogue::template run_store_warp<Config>(shared, params, threadIdx.x / 32 - 2);
-    }
+    if constexpr (roles.count(Role::kScales) > 0)
+      if (threadIdx.x / 32 == roles.first(Role::kScales)) prepare_scales<Config>(shared, params);
+    if constexpr (roles.count(Role::kScheduler) > 0)
+      if (threadIdx.x / 32 == roles.first(Role::kScheduler) && elect_one())
+        schedule_tiles<Config>(shared, params);
+    if (threadIdx.x >= 32 * roles.first(Role::kStore) && (Config::kElementwise || elect_one()))
+      Epilogue::template run_store_warp<Config>(shared, params, threadIdx.x / 32);
   } else {
     setmaxnreg_inc<kMathRegisters<Config, Epilogue>>();
     compute_tiles<Config, Epilogue>(shared, params);
@@ -176,28 +166,39 @@ __device__ void run_roles(SharedStorage<Config>& shared, const Params& params) {
   cluster_sync();  // no block leaves while another may still arrive at its mbarriers
 }
 
+// How often a phase of each barrier is arrived at.
+template <typename Config>
+struct ArrivalCounts {
+  static constexpr Roles kRoles = Config::kRoles;
+  static constexpr int kFull =
+      ProducerOf<Config>::template kArrivals<Config> + kRoles.count(Role::kScales);
+  static constexpr int kEmpty = kMathWarps * kClusterSize;  // blocks load parts of both's stages
+  static constexpr int kScalesFull = 1, kTileFull = 1, kTileEmpty = 1;
+  static constexpr int kEpilogueFull = kMathWarps / kMathWarpgroups;
+  // A warpgroup's store warp, and warp 1 where it stores for both warpgroups.
+  static constexpr int kEpilogueEmpty = 1 + (kRoles.count(Role::kStore) > kMathWarpgroups ? 1 : 0);
+};
+
 // What needs no group sizes, while the kernel before this one runs.
 template <typename Config, typename Epilogue>
 __device__ void prologue(Control& control, const TensorMaps& maps) {
-  using Producer = ProducerOf<Config>;
+  using Counts = ArrivalCounts<Config>;
   if (threadIdx.x == 0) {
-    Producer::template prefetch<Config>(maps);
+    ProducerOf<Config>::template prefetch<Config>(maps);
     Epilogue::prefetch(maps);
     for (int stage = 0; stage < kMaxStages; ++stage) {
-      // The producer arrives; with block scales, the scale warp too.
-      mbarrier_init(&control.full[stage], Producer::kArrivals + (Config::kBlockScaled ? 1 : 0));
-      // Every math warp of the cluster arrives: a stage has parts that the other block loads.
-      mbarrier_init(&control.empty[stage], kMathWarps * kClusterSize);
-      if (Config::kScale1x128) mbarrier_init(&control.scales_full[stage], 1);
+      mbarrier_init(&control.full[stage], Counts::kFull);
+      mbarrier_init(&control.empty[stage], Counts::kEmpty);
+      if (Config::kScale1x128) mbarrier_init(&control.scales_full[stage], Counts::kScalesFull);
     }
     for (int slot = 0; slot < kTileSlots; ++slot) {
-      mbarrier_init(&control.tile_full[slot], 1);
-      mbarrier_init(&control.tile_empty[slot], 1);
+      mbarrier_init(&control.tile_full[slot], Counts::kTileFull);
+      mbarrier_init(&control.tile_empty[slot], Counts::kTileEmpty);
     }
     control.rank = static_cast<int>(cluster_rank());
     for (int i = 0; i < kMathWarpgroups; ++i) {
-      mbarrier_init(&control.epilogue_full[i], kMathWarps / kMathWarpgroups);
-      mbarrier_init(&control.epilogue_empty[i], Epilogue::kTakesWarp1 ? 2 : 1);
+      mbarrier_init(&control.epilogue_full[i], Counts::kEpilogueFull);
+      mbarrier_init(&control.epilogue_empty[i], Counts::kEpilogueEmpty);
     }
     fence_mbarrier_init();
   }

@@ -486,7 +486,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) __cluster_dims__(kCluster
     prefetch_tensor_map(&maps.scale_b);
     prefetch_tensor_map(&maps.out);
     for (int stage = 0; stage < Config::kStages; ++stage) {
-      mbarrier_init(&shared.full[stage], TmaProducer::kArrivals);
+      mbarrier_init(&shared.full[stage], TmaProducer::kArrivals<Config>);
       mbarrier_init(&shared.empty[stage], math_warps * kClusterSize);
     }
     for (int stage = 0; stage < Config::kPackedStages; ++stage) {

@@ -2,11 +2,11 @@
 //
 // A kernel has the producer of its Config (ProducerOf). A producer says how many threads run it
 // (kThreads, 1 or 64), how many registers it takes (kRegisters), how often it arrives at
-// full[stage] (kArrivals), and what the kernel is given for it (Arguments). With 64 threads it has
-// the roles of warp 1 too: it loads block scales, and may have to schedule. It must
+// full[stage] (kArrivals), and what the kernel is given for it (Arguments). With 64 threads it loads
+// block scales too, and may have to schedule (roles.h). It must
 //   - wait for this block's tiles, one after the other, and release each (scheduler.cuh);
 //   - for each k-block wait for shared.empty[stage] and fill the stage, with kArrivals arrivals at
-//     shared.full[stage] (the roles of scale_warp.cuh arrive too, see prologue in kernel.cuh);
+//     shared.full[stage] (a scale warp arrives too, see ArrivalCounts in kernel.cuh);
 //   - take one stage for a tile without k-blocks, and one for the end (k_blocks = -1).
 #pragma once
 
@@ -24,7 +24,9 @@ namespace grouped_linear::cuda::sm90 {
 // Where the blocks of a cluster share an operand's tile, each loads one half of it into both.
 struct TmaProducer {
   using Arguments = NoLowRank;
-  static constexpr int kThreads = 1, kArrivals = 1, kRegisters = 40;
+  static constexpr int kThreads = 1, kRegisters = 40;
+  template <typename Config>
+  static constexpr int kArrivals = 1;
 
   template <typename Config>
   static __device__ void prefetch(const TensorMaps& maps) {

@@ -131,4 +131,14 @@ __device__ void find_shared_column_scales(SharedStorage<Config>& shared, const P
   }
 }
 
+// The scale warp.
+template <typename Config, typename Params>
+__device__ __forceinline__ void prepare_scales(SharedStorage<Config>& shared,
+                                               const Params& params) {
+  if constexpr (Config::kScale1x128)
+    find_shared_column_scales<Config>(shared, params);
+  else
+    load_block_scales<Config>(shared, params);
+}
+
 }  // namespace grouped_linear::cuda::sm90

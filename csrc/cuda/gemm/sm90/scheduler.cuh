@@ -8,8 +8,7 @@
 // slot is reused kTileSlots tiles later, when all are done with it: see SharedStorage.
 //
 // The scheduler is a thread of the cluster's first block: of warp 1 where that warp is idle, else
-// of the last store warp, which publishes a tile before it waits for one to store; see
-// Config::kStoreWarpSchedules.
+// of the last store warp, which publishes a tile before it waits for one to store; see roles.h.
 //
 // Static rounds: cluster c of C computes the tiles c, c + C, c + 2C ... The last round usually has
 // fewer tiles than the GPU has clusters, and the other clusters would be idle.

@@ -41,10 +41,12 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const Params& params,
   const bool adds = Config::kKGrouped && !overwrites(epilogue);
   uint64_t *full = &shared.epilogue_full[warpgroup], *empty = &shared.epilogue_empty[warpgroup];
   ZeroFill<Config> zero_fill(shared, epilogue, shape);
-  const bool zeroes = !Config::kHasIdleWarp && warpgroup == 0;
+  constexpr Roles roles = Config::kRoles;
+  constexpr bool may_zero = roles.zeroes(Role::kStore),
+                 may_schedule = roles.schedules(Role::kStore);
+  const bool zeroes = may_zero && warpgroup + 2 == roles.zeros;
   if (zeroes) zero_fill.begin();
-  const bool schedules =
-      Config::kStoreWarpSchedules && warpgroup == kMathWarpgroups - 1 && shared.rank == 0;
+  const bool schedules = may_schedule && warpgroup + 2 == roles.scheduler && shared.rank == 0;
   if (schedules) scheduler.begin();
   uint32_t phase = 0;
   const auto wait_for_results = [&] {
@@ -141,12 +143,12 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const Params& params,
 
 template <typename Config, typename Params>
 __device__ void LinearEpilogue::run_store_warp(SharedStorage<Config>& shared, const Params& params,
-                                               int warpgroup) {
+                                               int warp) {
   Scheduler<Config> scheduler(shared, params);
   if (stores_whole_rows<Config>(params.epilogue, params.shape.cols))
-    store_tiles<Config, true>(shared, params, scheduler, warpgroup);
+    store_tiles<Config, true>(shared, params, scheduler, warp - 2);
   else
-    store_tiles<Config, false>(shared, params, scheduler, warpgroup);
+    store_tiles<Config, false>(shared, params, scheduler, warp - 2);
 }
 
 }  // namespace grouped_linear::cuda::sm90
