@@ -18,6 +18,7 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBac
 
 from grouped_linear import (
     Float8BlockScaling,
+    GroupedLinear,
     GroupedMLP,
     Lora,
     MXFP8BlockScaling,
@@ -27,6 +28,7 @@ from grouped_linear.quantized.frozen import KeepsFrozen
 from support.calls import Calls
 from support.compare import assert_same_bits, bits
 from support.devices import devices, needs_gpu
+from support.errors import sentence
 from support.groups import experts_of
 from support.layers import linear_of, through_pickle, through_torch_save
 from support.ops import OPS
@@ -315,8 +317,8 @@ def test_state_dicts_that_mean_something_else(kind: Any, weights: Any) -> None:
         del alone[name]
         cases["scales come without their numbers"] = alone
         cases["bfloat16 comes with scales"] = alone | {name: plain}
-    for sentence, state in cases.items():
-        with pytest.raises(RuntimeError, match=sentence):
+    for words, state in cases.items():
+        with pytest.raises(RuntimeError, match=words):
             target.load_state_dict(state, strict=False)
     for part in (name, f"{name}_scale_inv"):
         if part in target.state_dict():
@@ -444,19 +446,20 @@ def test_optimizers_leave_it_alone() -> None:
     assert not torch.equal(layer.bias, before.bias)
 
 
-def test_merged_adapters() -> None:
-    """The sum in float32, quantized once, in the same memory."""
-    layer = make_layer(lora=Lora(8, 16))
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
+def test_no_adapters_are_merged(weights: Any) -> None:
+    """As PEFT's are not. The sentence says where they can be."""
+    options: dict[str, Any] = {"recipe": Float8BlockScaling(), "lora": Lora(8, 16)}
+    layer = GroupedLinear(2, 64, 32, weights=weights, **options)
     nn.init.normal_(layer.weight_lora_b)
-    numbers, address = layer.dequantize("weight", FP32), layer.weight.data_ptr()
-    product = 2 * layer.weight_lora_b.float() @ layer.weight_lora_a.float()
-    layer.merge_lora()
-    q, scale, _ = ops.quantize_weight(numbers + product, columnwise=False)
-    assert_same_bits(bits(layer.state_dict()["weight"]), bits(q))
-    assert_same_bits(layer.state_dict()["weight_scale_inv"], scale)
-    assert layer.weight.data_ptr() == address
-    assert not layer.weight_lora_b.any()
-    assert layer.weight_lora_a.dtype == BF16
+    before = {name: t.clone() for name, t in layer.named_parameters()}
+    assert sentence(layer.merge_lora) == (
+        f"merge_lora: weight is frozen with weights={weights!r} and stays as it is: keep the "
+        "adapter beside it, or merge in a layer with weights=None into which you copy "
+        "dequantize('weight')"
+    )
+    for name, p in layer.named_parameters():
+        assert_same_bits(p, before[name])
 
 
 class Other(nn.Module):

@@ -146,9 +146,19 @@ class HasAdapters(KeepsFrozen):
         """Add each adapter's product to its weight, and set its B to zero: outputs stay.
 
         ``weight[e] += scaling * B[e] @ A[e]``, computed in float32 and rounded once to the weight's
-        numbers. A frozen weight is quantized again, by the scales of the sum: outputs then differ
-        by that rounding. On meta nothing is done.
+        numbers. On meta nothing is done.
+
+        Raises:
+            ValueError: for weights that are frozen in few bits, which would drop most of a small
+                adapter. Nothing is merged then.
         """
+        for name in self._adapters:
+            if name in self._frozen:
+                raise ValueError(
+                    f"merge_lora: {name} is frozen with weights={self._frozen[name].weights!r} and "
+                    "stays as it is: keep the adapter beside it, or merge in a layer with "
+                    f"weights=None into which you copy dequantize({name!r})"
+                )
         for name, lora in self._adapters.items():
             a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
             weight = getattr(self, name)
@@ -156,8 +166,5 @@ class HasAdapters(KeepsFrozen):
                 return
             with torch.autocast(weight.device.type, enabled=False):
                 product_ENK = lora.scaling * torch.bmm(b.float(), a.float())
-            if name in self._frozen:
-                self.overwrite_frozen(name, self.dequantize(name, torch.float32) + product_ENK)
-            else:
-                weight.copy_((weight.float() + product_ENK).to(weight.dtype))
+            weight.copy_((weight.float() + product_ENK).to(weight.dtype))
             b.zero_()
