@@ -180,6 +180,21 @@ def test_loads_high_precision(tmp_path: Path) -> None:
         assert_same_bits(logits(model), logits(other))
 
 
+def test_dequantized_and_back(folder: Path, tmp_path: Path) -> None:
+    """Numbers of the format are kept. What is loaded packed is what weights="mxfp4" makes."""
+    model = packed(folder)
+    expected, done = logits(model), convert(model, weights="mxfp4")
+    assert [one.error for one in done.converted] == [None, None]
+    model = dequantized(folder)
+    done = convert(model, weights="mxfp4")
+    assert [one.error for one in done.converted] == [0, 0]
+    assert_same_bits(logits(model), expected)
+    assert "its state_dict()" in sentence(lambda: model.save_pretrained(tmp_path))
+    loaded = packed(folder)
+    loaded.load_state_dict(model.state_dict())
+    assert_same_bits(logits(loaded), expected)
+
+
 def test_a_model_without_a_head(folder: Path) -> None:
     model = GptOssModel.from_pretrained(folder, config=mxfp4_config(folder))
     expected = packed(folder).model(IDS).last_hidden_state
@@ -192,12 +207,10 @@ def test_refused(folder: Path, tmp_path: Path) -> None:
     for weights in ("fp8", "both"):
         message = sentence(lambda w=weights: convert(model, weights=w))
         assert message == (
-            "convert: model.layers.0.mlp.experts: the weights are in MXFP4 and stay so: leave "
-            "weights out, or load the checkpoint with Mxfp4Config(dequantize=True)"
+            "convert: model.layers.0.mlp.experts: the weights are frozen in MXFP4 and stay so: "
+            "leave weights out, or load the model in high precision (a checkpoint: "
+            "dequantize=True in its quantization config) and convert that"
         )
-    assert "weights='mxfp4' is for layers of this package" in sentence(
-        lambda: convert(dequantized(folder), weights="mxfp4")
-    )
     assert sentence(lambda: convert(model, Float8CurrentScaling())) == (
         "convert: model.layers.0.mlp.experts: weights='mxfp4' needs no recipe, Float8BlockScaling "
         "or MXFP8BlockScaling, got Float8CurrentScaling()"

@@ -154,9 +154,9 @@ def test_frozen_experts_do_not_learn() -> None:
     model = frozen()
     expected = logits(model)
     assert sentence(lambda: convert(model, Float8BlockScaling(), weights="both")) == (
-        "convert: model.layers.0.mlp.experts: the weights are frozen in FP8 and would not learn: "
-        "leave weights out, or load the model in high precision (a checkpoint in FP8: "
-        "FineGrainedFP8Config(dequantize=True)) and convert that"
+        "convert: model.layers.0.mlp.experts: the weights are frozen in FP8 and stay so: leave "
+        "weights out, or load the model in high precision (a checkpoint: dequantize=True in its "
+        "quantization config) and convert that"
     )
     assert torch.equal(logits(model), expected)
 

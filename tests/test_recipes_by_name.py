@@ -44,7 +44,7 @@ def qwen() -> Any:
     from support.hugging_face import tiny
 
     torch.manual_seed(0)
-    return tiny("qwen3_moe", num_hidden_layers=3)
+    return tiny("qwen3_moe", num_hidden_layers=3, moe_intermediate_size=64)
 
 
 def test_the_last_pattern_that_matches_counts() -> None:
@@ -84,14 +84,14 @@ def test_hugging_face_layers_have_their_own() -> None:
     assert_same_bits(model(tokens).logits, alone(tokens).logits)
 
 
-@pytest.mark.parametrize("weights", ["both", "fp8"])
+@pytest.mark.parametrize("weights", ["both", "fp8", "mxfp4"])
 def test_without_a_recipe_weights_stay_plain(weights: Any) -> None:
     model = qwen()
     convert(model, FP8, weights=weights, recipes={"model.layers.0.*": None})
 
     def is_kept(w: Any) -> bool:
         return (
-            w.dtype == torch.uint8 if weights == "fp8" else isinstance(w, GroupedTensorWithMaster)
+            isinstance(w, GroupedTensorWithMaster) if weights == "both" else w.dtype == torch.uint8
         )
 
     assert [is_kept(m.mlp.experts.down_proj) for m in model.model.layers] == [False, True, True]

@@ -219,10 +219,9 @@ def _with_recipe(experts: Experts, recipe: Recipe | None, dtype: torch.dtype) ->
             changed["_modules"][name] = module
     frozen = layer._frozen if isinstance(layer, KeepsFrozen) else {}
     parameters: dict[str, Any] = {n: _in_high_precision(p) for n, p in layer._parameters.items()}
-    for name_of_frozen, how in frozen.items():
+    for name_of_frozen in frozen:
         del parameters[name_of_frozen + SCALE]
         w = layer.dequantize(name_of_frozen)
-        w = w.mT if how.is_transposed else w  # the call reads [E, N, K]
         parameters[name_of_frozen] = nn.Parameter(w, requires_grad=False)
     if recipe is None or not recipe.weight.reads_any_dtype:
         for name, p in parameters.items():

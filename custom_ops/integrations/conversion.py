@@ -30,6 +30,8 @@ class ConvertedExperts(NamedTuple):
     """Of all these experts together."""
     path: str
     """By which they are computed now, and how their weights are kept if that changed."""
+    error: float | None = None
+    """Of weights that were quantized: the norm of their error, as a part of the weights' norm."""
 
 
 class KeptWeights(NamedTuple):
@@ -67,13 +69,14 @@ class Conversion:
 
     def __repr__(self) -> str:
         """The table."""
-        alike: dict[tuple[str, ...], list[int]] = {}
+        alike: dict[tuple[str, ...], list[ConvertedExperts]] = {}
         for one in self.converted:
             key = _pattern(one.name), one.form, str(one.num_experts), one.path
-            alike.setdefault(key, []).append(one.num_parameters)
+            alike.setdefault(key, []).append(one)
         rows = [("module", "modules", "form", "experts", "parameters", "computed by")]
-        for (name, form, experts, path), sizes in alike.items():
-            rows.append((name, str(len(sizes)), form, experts, f"{sum(sizes):,}", path))
+        for (name, form, experts, path), same in alike.items():
+            size = sum(one.num_parameters for one in same)
+            rows.append((name, str(len(same)), form, experts, f"{size:,}", path + _errors(same)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
         for row in rows:
@@ -84,6 +87,15 @@ class Conversion:
         lines.append(f"weights: {'; '.join(map(str, self.weights))}")
         lines += [f"skipped: {line}" for line in lines_of(self.skipped)]
         return "\n".join(lines)
+
+
+def _errors(converted: list[ConvertedExperts]) -> str:
+    """The smallest and the largest error, for the end of a path."""
+    errors = [one.error for one in converted if one.error is not None]
+    ends = (
+        dict.fromkeys(f"{100 * end:.3g}%" for end in (min(errors), max(errors))) if errors else ()
+    )
+    return f", error {' to '.join(ends)}" if errors else ""
 
 
 def lines_of(skipped: Mapping[str, str]) -> list[str]:

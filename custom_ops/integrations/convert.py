@@ -1,5 +1,6 @@
 """The call that converts a model's experts: all are checked, then all are written."""
 
+import math
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,7 +21,7 @@ from grouped_linear.integrations.conversion import (
 from grouped_linear.integrations.converted_class import is_converted
 from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.look_alikes import look_alikes
-from grouped_linear.integrations.request import Replaced, Request, warn_of_others_that_hold
+from grouped_linear.integrations.request import Changes, Request, warn_of_others_that_hold
 from grouped_linear.integrations.wrappers import adapted
 from grouped_linear.nn.checks import check_flags, check_recipe
 from grouped_linear.quantized.weight import Weights, check_weights_kept
@@ -57,29 +58,31 @@ def convert(
     A model is converted as a whole or not at all, unless memory runs out: everything is checked
     before anything is written. Convert after a checkpoint is loaded, before sharding,
     DistributedDataParallel and the optimizer. Parameters that learn go on to learn, except weights
-    that ``weights="fp8"`` freezes. A converted model can be copied and pickled.
+    that ``weights="fp8"`` and ``"mxfp4"`` freeze. A converted model can be copied and pickled.
     docs/models.md lists the models; docs/plain_torch.md and docs/inference.md describe other forms.
 
     Args:
         model: a model, or a module that is to be converted itself; torchtitan's experts may be on
             the meta device.
-        recipe: how the GEMMs are computed; None for the activations' dtype, or with ``weights`` for
-            ``Float8BlockScaling()``.
+        recipe: how the GEMMs are computed; None for the activations' dtype, or where ``weights`` is
+            "both" or "fp8" for ``Float8BlockScaling()``.
         weights: ``"both"`` to keep the experts' weights in high precision and FP8, for training,
             as ``GroupedTensorWithMaster``; ``"fp8"`` to freeze them in FP8
-            alone, as bytes in plain parameters; None to leave them as they are. Experts of a
+            alone, as bytes in plain parameters; ``"mxfp4"`` to freeze them in 4.25 bits an element,
+            with an error that the report says; None to leave them as they are. Experts of a
             checkpoint in FP8 become such bytes in the memory that they have, or are read as they
-            are. They do not learn, so ``"both"`` is refused. w13 is refused with either, biases and
-            weights stored as [E, in_features, out_features] with ``"fp8"``.
+            are. They do not learn, so ``"both"`` is refused. w13 is refused with any, biases and
+            weights stored as [E, in_features, out_features] with ``"fp8"``, in_features that are no
+            multiple of 32 with ``"mxfp4"``.
         recipes: other recipes for some of the experts, by patterns of their names in
             ``named_modules``, as ``fnmatch`` has them: ``{"model.layers.0.*": None}`` computes the
             first layer without FP8. Of several that match, the last one counts. With ``weights``
-            experts whose recipe is None keep plain weights.
+            experts for which a pattern has None keep plain weights.
         save_gate_up_in_fp8: of Hugging Face experts, see :func:`grouped_linear.grouped_mlp`.
 
     Returns:
-        The converted experts, how their weights are kept and in how many bytes, and modules that
-        look like experts and were skipped, with the reason.
+        The converted experts, the errors of weights that were quantized, how weights are kept and
+        in how many bytes, and modules that look like experts and were skipped, with the reason.
 
     Raises:
         ValueError: if nothing is recognised; for experts that cannot be converted as asked, for
@@ -102,13 +105,7 @@ def convert(
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 64])
     """
-    if weights == "mxfp4":
-        raise ValueError(
-            "convert: weights='mxfp4' is for layers of this package, GroupedMLP.from_experts makes "
-            "one of a list of experts. GPT-OSS in MXFP4 is loaded by "
-            "grouped_linear.integrations.mxfp4"
-        )
-    recipe = Float8BlockScaling() if recipe is None and weights is not None else recipe
+    recipe = Float8BlockScaling() if recipe is None and weights in ("both", "fp8") else recipe
     request = Request(recipe, weights, save_gate_up_in_fp8, recipes or {})
     _check(model, request)
     found: dict[str, Experts] = {}
@@ -119,7 +116,7 @@ def convert(
     _check_found(model, found, request)
     of_transformers = {n: e.module for n, e in found.items() if e.library == "transformers"}
     of_torchtitan = {n: e.module for n, e in found.items() if e.library == "torchtitan"}
-    replaced: Replaced = []
+    changes = Changes()
     if of_transformers:
         from grouped_linear.integrations import hugging_face
 
@@ -127,13 +124,13 @@ def convert(
     for name, module in of_torchtitan.items():
         grouped_experts.check(name, module, request.of(name))
     if of_transformers:
-        replaced += hugging_face.convert(model, of_transformers, request)
+        hugging_face.convert(model, of_transformers, request, changes)
     for name, module in of_torchtitan.items():
-        replaced += grouped_experts.convert(module, request.of(name))
+        grouped_experts.convert(module, request.of(name), changes)
     if adapted(model):
         import grouped_linear.integrations.peft  # noqa: F401  (which has PEFT ask before it merges)
-    warn_of_others_that_hold(replaced)
-    return _report(model, found, request)
+    warn_of_others_that_hold(changes)
+    return _report(model, found, request, changes)
 
 
 def _check(model: Any, request: Request) -> None:
@@ -187,7 +184,9 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
         )
 
 
-def _report(model: nn.Module, names: Collection[str], request: Request) -> Conversion:
+def _report(
+    model: nn.Module, names: Collection[str], request: Request, changes: Changes
+) -> Conversion:
     """The report of converted experts, by names in ``named_modules``."""
     has_adapters, modules = adapted(model), {name: model.get_submodule(name) for name in names}
     converted = []
@@ -197,8 +196,12 @@ def _report(model: nn.Module, names: Collection[str], request: Request) -> Conve
         path = "grouped_linear" if experts.library == "torchtitan" else "experts implementation"
         path += how_kept(module, experts.weights[0])
         path += ", with adapters" if module in has_adapters else ""
-        size = num_parameters(module)
-        converted.append(ConvertedExperts(name, experts.form, experts.num_experts, size, path))
+        error = None
+        if module in changes.squares:
+            off, whole = changes.squares[module].tolist()
+            error = math.sqrt(off / whole) if whole else 0.0
+        sizes = experts.num_experts, num_parameters(module)
+        converted.append(ConvertedExperts(name, experts.form, *sizes, path, error))
     in_ddp = _is_in_ddp(model)  # where weights cannot be kept in another way
     recipes = {m: None if in_ddp else request.of(name).recipe for name, m in modules.items()}
     return Conversion(

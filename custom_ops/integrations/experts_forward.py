@@ -125,22 +125,18 @@ def recipe_of(experts: Any, recipe: Recipe | None) -> Recipe | None:
 
 def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, StoredWeight | None]:
     """A weight as [E, N, K], and where it is quantized already what GEMMs read."""
-    in_mxfp4 = is_in_mxfp4(experts)
-    if in_mxfp4 or is_in_fp8(experts):
+    kept_as = storage_of(experts)
+    if kept_as is not None:
         if is_parametrized(experts):
             raise ValueError(
-                f"grouped_linear: experts in {'MXFP4' if in_mxfp4 else 'FP8'} are parametrized, "
-                "which leaves scales out. PEFT's adapters do so: call "
+                f"grouped_linear: experts in {kept_as.upper()} are parametrized, which leaves "
+                "scales out. PEFT's adapters do so: call "
                 "grouped_linear.integrations.peft.use_grouped_adapters(model)"
-                + (", and before for_packed_experts(config)" if in_mxfp4 else "")
+                + (", and before for_packed_experts(config)" if kept_as == "mxfp4" else "")
             )
-        if in_mxfp4:
-            check_weights_kept("grouped_linear", recipe, "mxfp4")
-            packed = experts.frozen_weight(name)
-            return packed.stand_in, StoredWeight(packed)
-        check_recipe_reads_fp8("grouped_linear", recipe)
-        kept = weight_in_fp8("grouped_linear", experts, name)  # a backward transposes it for itself
-        return kept.values, StoredWeight(kept)
+        check_recipe_reads("grouped_linear", recipe, kept_as)
+        kept = kept_weight("grouped_linear", experts, name)  # a backward transposes it for itself
+        return kept.stand_in, StoredWeight(kept)
     stored: Tensor = getattr(experts, name)
     if not experts.is_transposed:
         return stored, None
@@ -172,31 +168,27 @@ class _TransposedStandIn(torch.autograd.Function):
         return grads[0].transpose(1, 2)
 
 
-def is_in_fp8(experts: Any) -> bool:
-    """Whether weights are in FP8 alone: numbers and scales, which do not learn.
+def storage_of(experts: Any) -> str | None:
+    """How weights are kept that are in few bits and do not learn: "fp8" or "mxfp4", else None.
 
-    As transformers loads a checkpoint in FP8, or as ``convert(weights="fp8")`` keeps them.
+    As a checkpoint is loaded, or as ``convert(weights=...)`` keeps them.
     """
-    has_scales = weight_names(experts)[1] + SCALE in experts._parameters
-    return has_scales and not is_in_mxfp4(experts)
-
-
-def is_in_mxfp4(experts: Any) -> bool:
-    """Whether weights are in MXFP4, as :mod:`grouped_linear.integrations.mxfp4` loads them."""
     frozen = experts._frozen if isinstance(experts, KeepsFrozen) else {}
-    return any(one.weights == "mxfp4" for one in frozen.values())
+    for one in frozen.values():
+        return one.weights
+    return "fp8" if weight_names(experts)[1] + SCALE in experts._parameters else None
 
 
 def is_frozen(experts: Any) -> bool:
-    """Whether weights are frozen in few bits, by ``convert(weights="fp8")`` or as loaded."""
+    """Whether weights are frozen in few bits, as bytes."""
     return isinstance(experts, KeepsFrozen) and len(experts._frozen) > 0
 
 
-def weight_in_fp8(where: str, experts: Any, name: str) -> QuantizedWeight:
-    """The numbers and float32 scales of a weight in FP8.
+def kept_weight(where: str, experts: Any, name: str) -> QuantizedWeight:
+    """The numbers and scales of a weight in few bits.
 
     Raises:
-        ValueError: for another form than e4m3 with scales of 128 x 128.
+        ValueError: for a checkpoint of another form than e4m3 with scales of 128 x 128.
     """
     frozen = experts.frozen_weight(name) if isinstance(experts, KeepsFrozen) else None
     if frozen is not None:
@@ -221,9 +213,11 @@ def weight_in_fp8(where: str, experts: Any, name: str) -> QuantizedWeight:
     return QuantizedWeight(q, scale.float(), None)
 
 
-def check_recipe_reads_fp8(where: str, recipe: Recipe | None) -> None:
-    """Raise ValueError for a recipe that does not multiply weights in FP8 blocks."""
-    if not isinstance(recipe, Float8BlockScaling):
+def check_recipe_reads(where: str, recipe: Recipe | None, kept_as: str) -> None:
+    """Raise ValueError for a recipe that does not multiply weights that are kept so."""
+    if kept_as == "mxfp4":
+        check_weights_kept(where, recipe, kept_as)
+    elif not isinstance(recipe, Float8BlockScaling):
         raise ValueError(
             f"{where}: weights are in FP8 already and need the recipe Float8BlockScaling, "
             f"got {recipe!r}; or load the checkpoint with FineGrainedFP8Config(dequantize=True)"

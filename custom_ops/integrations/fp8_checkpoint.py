@@ -23,10 +23,9 @@ from grouped_linear.integrations.activations import same_activation
 from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.experts_forward import (
     is_frozen,
-    is_in_fp8,
-    is_in_mxfp4,
+    kept_weight,
     recipe_of,
-    weight_in_fp8,
+    storage_of,
     weight_names,
 )
 from grouped_linear.integrations.implementation import Implementation
@@ -295,8 +294,8 @@ def _in_blocks(op: str, model: Any) -> tuple[dict[str, Any], FineGrainedFP8Confi
     if not in_fp8:
         name, module = next(iter(experts.items()))
         remedy = "convert with weights='both'"
-        if is_in_mxfp4(module):
-            remedy = "load the checkpoint with Mxfp4Config(dequantize=True) for that"
+        if storage_of(module) == "mxfp4":
+            remedy = "load a checkpoint by dequantize=True for that"
         raise ValueError(f"{op}: {name} is not in FP8 blocks: {remedy}")
     config, conversions, obstacle = _checkpoint_of(model, in_fp8)
     if obstacle is not None:
@@ -308,13 +307,13 @@ def _has_blocks(experts: Any) -> bool:
     """Whether weights are kept in e4m3 with a scale for each 128 x 128 block."""
     w = getattr(experts, weight_names(experts)[1])
     with_master = isinstance(w, KEPT) and w.scale is not None and w.scale.dim() == 3
-    return is_in_fp8(experts) or with_master
+    return storage_of(experts) == "fp8" or with_master
 
 
 def _parts(experts: Any, name: str) -> tuple[Tensor, Tensor]:
     """The numbers and scales of a weight in FP8 blocks."""
-    if is_in_fp8(experts):
-        q, scale, _ = weight_in_fp8("fp8_tensors", experts, name)
+    if storage_of(experts) == "fp8":
+        q, scale, _ = kept_weight("fp8_tensors", experts, name)
         assert scale is not None
         return q, scale
     w = getattr(experts, name).detach()

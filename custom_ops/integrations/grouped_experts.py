@@ -22,7 +22,7 @@ from grouped_linear.integrations.converted_class import (
     convert_class,
 )
 from grouped_linear.integrations.request import (
-    Replaced,
+    Changes,
     Request,
     check_replaceable,
     check_weights,
@@ -31,11 +31,12 @@ from grouped_linear.integrations.request import (
     where_in,
 )
 from grouped_linear.nn.check_swiglu import Expert, check_swiglu
-from grouped_linear.nn.checks import check_parameters, check_whole
+from grouped_linear.nn.checks import check_mx_blocks, check_parameters, check_whole
 from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.functional_mlp import apply_mlp_sorted
 from grouped_linear.nn.projection import ProjectionArguments
 from grouped_linear.ops.activation import PLAIN, SwiGLU
+from grouped_linear.quantized.frozen import STORAGES
 from grouped_linear.quantized.weight import KEPT, is_dtensor, keep_weight, local_part
 from grouped_linear.recipes import Recipe, new_state
 
@@ -162,14 +163,17 @@ def check(name: str, module: nn.Module, request: Request) -> None:
             f"{where}: {form.weights[0]} is {list(parameters[0].shape)}, and weights={weights!r} "
             "keeps [E, N, K]: leave gate and up apart"
         )
-    if weights == "fp8" and parameters[0].is_meta and hasattr(module, "init_states"):
+    if weights in STORAGES and parameters[0].is_meta and hasattr(module, "init_states"):
         raise ValueError(
             f"{where}: torchtitan draws the first values of a model that is on the meta device, "
-            "and weights='fp8' holds those of a checkpoint: convert when it is loaded, or with "
-            "weights='both'"
+            f"and weights={weights!r} holds those of a checkpoint: convert when it is loaded, or "
+            "with weights='both'"
         )
     if weights is not None:
         check_replaceable(where, module, form.weights)
+        for name in form.weights:
+            K = module.get_parameter(name).size(-1)
+            check_mx_blocks(where, weights, **{f"in_features of {name}": K})
     if any(isinstance(p, KEPT) for p in parameters):
         raise ValueError(f"{where}: weights are in FP8 already: convert before they are quantized")
 
@@ -190,10 +194,9 @@ def as_matrices(w: Tensor) -> Tensor:
     return w.flatten(1, 2) if w.dim() == 4 else w
 
 
-def convert(module: Any, request: Request) -> Replaced:
+def convert(module: Any, request: Request, changes: Changes) -> None:
     """Give the module a forward of grouped layers. It raises only if memory runs out."""
     recipe, weights, form = request.recipe, request.weights, form_of(module)
-    replaced: Replaced = []
     assert form is not None
     if recipe is not None and recipe.has_state:
         w = module.get_parameter(form.weights[0])
@@ -201,14 +204,11 @@ def convert(module: Any, request: Request) -> Replaced:
         module.scaling_states = nn.ModuleList(state for state in states if state is not None)
     convert_class(module, grouped_members, form, recipe)
     for name in form.weights if weights is not None else ():
-        if weights == "fp8":
-            assert recipe is not None
-            w = module.get_parameter(name)
-            replaced += freeze_parameter(module, name, w, recipe, w.dtype)
+        w = module.get_parameter(name)
+        if weights in STORAGES:
+            freeze_parameter(changes, module, name, w, recipe, w.dtype, weights=weights)
         else:
-            kept = keep_weight(getattr(module, name), weights, recipe)
-            replaced += replace_parameter(module, name, kept)
-    return replaced
+            replace_parameter(changes, module, name, keep_weight(w, weights, recipe))
 
 
 def _tensor_parallel_degree(w: Any) -> int:
@@ -237,7 +237,7 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None) -> dict[str, Any]:
             if frozen is not None:
                 kept = frozen.each(local_part)
                 stored = StoredWeight(kept)
-                return ProjectionArguments((kept.values,), bias, of_call, stored=stored)
+                return ProjectionArguments((kept.stand_in,), bias, of_call, stored=stored)
             weight, state = local_part(getattr(self, form.weights[i])), states[i]
             held = None if state is None else len(state.weight.scale)
             if held is not None and len(weight) != held:

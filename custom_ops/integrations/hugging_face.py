@@ -16,18 +16,17 @@ import grouped_linear.integrations.transformers  # noqa: F401  (refuses older ve
 from grouped_linear.integrations.converted_class import convert_class, is_converted
 from grouped_linear.integrations.experts_forward import (
     check_activation,
-    check_recipe_reads_fp8,
+    check_recipe_reads,
     is_frozen,
-    is_in_fp8,
-    is_in_mxfp4,
+    kept_weight,
     set_own_recipe,
-    weight_in_fp8,
+    storage_of,
     weight_names,
 )
 from grouped_linear.integrations.fp8_checkpoint import describe
 from grouped_linear.integrations.implementation import Implementation, check_stateless
 from grouped_linear.integrations.request import (
-    Replaced,
+    Changes,
     Request,
     check_replaceable,
     check_sizes,
@@ -37,8 +36,10 @@ from grouped_linear.integrations.request import (
     where_in,
 )
 from grouped_linear.integrations.wrappers import adapted
+from grouped_linear.nn.checks import check_mx_blocks
+from grouped_linear.quantized.frozen import STORAGES
 from grouped_linear.quantized.weight import (
-    check_weights_kept,
+    Weights,
     is_by_experts,
     is_dtensor,
     keep_weight,
@@ -62,30 +63,28 @@ def check(model: nn.Module, experts: Mapping[str, Any], request: Request) -> Non
         where, of_module = where_in(name, module), request.of(name)
         check_stateless("convert", of_module.recipe)
         _check(where, module, of_module.recipe, request.save_gate_up_in_fp8)
-        if of_module.weights is not None and is_in_mxfp4(module):
+        weights, kept_as = of_module.weights, storage_of(module)
+        if kept_as is not None and weights not in (None, kept_as):
             raise ValueError(
-                f"{where}: the weights are in MXFP4 and stay so: leave weights out, or load the "
-                "checkpoint with Mxfp4Config(dequantize=True)"
+                f"{where}: the weights are frozen in {kept_as.upper()} and stay so: leave weights "
+                "out, or load the model in high precision (a checkpoint: dequantize=True in its "
+                "quantization config) and convert that"
             )
-        if of_module.weights == "both" and is_in_fp8(module):
-            raise ValueError(
-                f"{where}: the weights are frozen in FP8 and would not learn: leave weights out, "
-                "or load the model in high precision (a checkpoint in FP8: "
-                "FineGrainedFP8Config(dequantize=True)) and convert that"
-            )
-        if of_module.weights is not None:
+        if weights is not None:
             check_replaceable(where, module, weight_names(module))
-        if of_module.weights == "both":
+        if weights == "both":
             _check_can_keep_both(where, module)
-        if of_module.weights == "fp8" and not is_frozen(module):
-            _check_can_freeze(where, module, model)
+        if weights in STORAGES and not is_frozen(module):
+            _check_can_freeze(where, module, model, weights)
     if adapted(model) & {*experts.values()}:  # PEFT is imported for such models alone
         from grouped_linear.integrations.peft import check_adapters
 
         check_adapters("convert", model)
 
 
-def convert(model: nn.Module, experts: Mapping[str, Any], request: Request) -> Replaced:
+def convert(
+    model: nn.Module, experts: Mapping[str, Any], request: Request, changes: Changes
+) -> None:
     """Have experts compute here: an implementation of the recipe is chosen, weights are kept.
 
     PEFT's adapters on them are grouped.
@@ -95,48 +94,45 @@ def convert(model: nn.Module, experts: Mapping[str, Any], request: Request) -> R
         from grouped_linear.integrations.peft import group_adapters
 
         group_adapters(model)
-    replaced, frozen = list[Any](), False
+    frozen = False
     for name, module in experts.items():
         of_module = request.of(name)
         set_own_recipe(module, of_module.recipe, request.recipe)
-        if of_module.recipe is None:  # its weights stay plain
-            continue
         if of_module.weights == "both":
-            replaced += _keep_both(module, of_module.recipe)
-        if of_module.weights == "fp8" and not is_frozen(module):
-            replaced += _freeze(module, of_module.recipe)
+            assert of_module.recipe is not None
+            _keep_both(changes, module, of_module.recipe)
+        if of_module.weights in STORAGES and not is_frozen(module):
+            _freeze(changes, module, of_module)
             frozen = True
     for root in _outermost(model) if frozen else ():
         describe(root)
-    return replaced
 
 
 @torch.no_grad()
-def _freeze(experts: Any, recipe: Recipe) -> Replaced:
-    """Freeze the weights in FP8: those of a checkpoint in FP8 in the memory that they have."""
-    loaded = isinstance(experts, FP8Experts)
-    replaced = list[Any]()
+def _freeze(changes: Changes, experts: Any, request: Request) -> None:
+    """Freeze the weights: those of a checkpoint in FP8 in the memory that they have."""
     save_by_parts(experts)
     for name in weight_names(experts):
         w: Any = experts.get_parameter(name)
         dtype = w.dtype
-        if loaded:
+        if isinstance(experts, FP8Experts):
             dtype = getattr(experts.config, "dtype", None) or torch.get_default_dtype()
-            w = weight_in_fp8("convert", experts, name)[:2]
-        replaced += freeze_parameter(experts, name, w, recipe, dtype)
-    return [] if loaded else replaced
+            w = kept_weight("convert", experts, name)[:2]
+        elif experts.is_transposed:
+            w = w.mT
+        options = {"weights": request.weights, "is_transposed": experts.is_transposed}
+        freeze_parameter(changes, experts, name, w, request.recipe, dtype, **options)
 
 
 @torch.no_grad()
-def _keep_both(experts: Any, recipe: Recipe) -> Replaced:
+def _keep_both(changes: Changes, experts: Any, recipe: Recipe) -> None:
     """Keep the weights in high precision and FP8; state dicts have them as plain tensors."""
-    replaced = []
     for name in weight_names(experts):
         w = getattr(experts, name)
         if not isinstance(w, GroupedTensorWithMaster) or w.recipe.weight != recipe.weight:
-            replaced += replace_parameter(experts, name, keep_weight(w.detach(), "both", recipe))
+            kept = keep_weight(w.detach(), "both", recipe)
+            replace_parameter(changes, experts, name, kept)
     save_by_parts(experts)
-    return replaced
 
 
 def save_by_parts(experts: Any) -> None:
@@ -184,9 +180,9 @@ def _check_can_keep_both(where: str, experts: Any) -> None:
             )
 
 
-def _check_can_freeze(where: str, experts: Any, model: nn.Module) -> None:
-    """Raise ValueError for experts that FP8 does not hold, or that have no whole experts here."""
-    if experts.is_transposed or experts.has_bias:
+def _check_can_freeze(where: str, experts: Any, model: nn.Module, weights: Weights) -> None:
+    """Raise ValueError for experts that few bits do not hold, or that have no whole ones here."""
+    if weights == "fp8" and (experts.is_transposed or experts.has_bias):
         raise ValueError(
             f"{where}: weights='fp8' is for experts without biases that are stored as [E, "
             "out_features, in_features], as checkpoints in FP8 have them. GPT-OSS is published in "
@@ -194,12 +190,15 @@ def _check_can_freeze(where: str, experts: Any, model: nn.Module) -> None:
         )
     for name in weight_names(experts):
         w = getattr(experts, name)
+        if not isinstance(experts, FP8Experts):
+            K = w.size(-2 if experts.is_transposed else -1)
+            check_mx_blocks(where, weights, **{f"in_features of {name}": K})
         if w.is_meta:
             reason = "is on the meta device, it has no numbers yet: load the checkpoint before"
             if hasattr(experts, "_hf_hook"):
                 reason = (
                     "is offloaded by accelerate: load the model without offloading its experts, "
-                    "which take half of the memory in FP8"
+                    "which take half of the memory in FP8, a quarter in MXFP4"
                 )
             raise ValueError(f"{where}: {name} {reason}")
         if not is_dtensor(w):
@@ -222,18 +221,14 @@ def _check(where: str, experts: Any, recipe: Recipe | None, save_gate_up_in_fp8:
             f"{where}: transformers' deepgemm_megamoe has rearranged the weights: load the model "
             "with another experts_implementation"
         )
-    if is_in_mxfp4(experts):
-        check_weights_kept(where, recipe, "mxfp4")
-        for name in weight_names(experts):
-            check_sizes(where, name, list(experts.weight_shape(name)))
-        return
-    if not is_in_fp8(experts):
+    kept_as = storage_of(experts)
+    if kept_as is None:
         check_weights(where, ((name, getattr(experts, name)) for name in weight_names(experts)))
         return
-    check_recipe_reads_fp8(where, recipe)
+    check_recipe_reads(where, recipe, kept_as)
     for name in weight_names(experts):
-        w, _, _ = weight_in_fp8(where, experts, name).each(local_part)
-        check_sizes(where, name, list(w.shape))
+        w = kept_weight(where, experts, name).each(local_part)
+        check_sizes(where, name, list(w.stand_in.shape))
 
 
 def _choose(model: nn.Module, experts: Mapping[str, Any], implementation: Implementation) -> None:

@@ -20,7 +20,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import Mxfp4Config
 
 from grouped_linear.integrations.convert import convert
-from grouped_linear.integrations.experts_forward import is_in_mxfp4
+from grouped_linear.integrations.experts_forward import is_frozen
 from grouped_linear.integrations.hugging_face import save_by_parts
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.meta_kernels.rules import MX_BLOCK, ceil_div
@@ -120,7 +120,7 @@ class PackedMxfp4Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         for name, module in model.named_modules():
-            if isinstance(module, GptOssExperts) and is_in_mxfp4(module):
+            if isinstance(module, GptOssExperts) and is_frozen(module):
                 _check_loaded(name, module)
         if Implementation.of(model.config._experts_implementation) is None:
             convert(model)
@@ -135,7 +135,6 @@ def _pack(experts: Any) -> None:
         shapes = (E, N, ceil_div(K, 2)), (E, N, ceil_div(K, MX_BLOCK))
         parts = [torch.empty(shape, dtype=torch.uint8, device=w.device) for shape in shapes]
         experts.freeze(name, tuple(parts), None, w.dtype, weights="mxfp4", is_transposed=True)
-    experts.is_transposed = False
     experts._is_hf_initialized = True  # transformers would draw bytes from a normal distribution
 
 

@@ -21,7 +21,7 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from grouped_linear.integrations.converted_class import class_before
 from grouped_linear.integrations.experts import goes_through_interface
-from grouped_linear.integrations.experts_forward import is_frozen, is_in_mxfp4, weight_names
+from grouped_linear.integrations.experts_forward import is_frozen, storage_of, weight_names
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
@@ -190,7 +190,7 @@ def _check(where: str, wrapper: Any) -> None:
             f"{where} is sharded, and its adapters are not: use adapters before the model is "
             "sharded by FSDP2, and without DistributedConfig"
         )
-    if is_in_mxfp4(experts) and not isinstance(wrapper, ParamWrapper):
+    if storage_of(experts) == "mxfp4" and not isinstance(wrapper, ParamWrapper):
         raise ValueError(
             f"{where} is in MXFP4, and PEFT reads the adapter's sizes off its bytes: give "
             "get_peft_model for_packed_experts(config)"
@@ -259,9 +259,9 @@ class ParamWrapper(lora.ParamWrapper):
         """The sizes of a weight in MXFP4, which its bytes do not have; PEFT asks this."""
         sizes: tuple[int, int] = super()._get_in_out_features(module)
         experts = self.get_base_layer()
-        if is_in_mxfp4(experts):  # PEFT exchanges the two of weights [E, N, K]
+        if storage_of(experts) == "mxfp4":  # PEFT exchanges the two of weights [E, N, K]
             _, N, K = experts.weight_shape(self.parameter_name)
-            return N, K
+            return (K, N) if experts.is_transposed else (N, K)
         return sizes
 
     def _move_adapter_to_device_of_base_layer(
@@ -349,7 +349,7 @@ def _check_merge(where: str, layer: Any) -> None:
             f"{where} is sharded: save the adapter, and merge it in a model that is not"
         )
     if w.element_size() == 1:
-        is_mxfp4 = is_in_mxfp4(base)
+        is_mxfp4 = not isinstance(base, FP8Linear) and storage_of(base) == "mxfp4"
         format, config = ("MXFP4", "Mxfp4") if is_mxfp4 else ("FP8", "FineGrainedFP8")
         raise ValueError(
             f"{where} is in {format} and stays as it is: keep the adapter beside it, or merge it "

@@ -31,13 +31,12 @@ class Request:
     """Other recipes, by patterns of the modules' names."""
 
     def of(self, name: str) -> "Request":
-        """The request for one module: without a recipe its weights stay plain."""
-        recipe = self.recipe
+        """The request for one module: where a pattern has no recipe, its weights stay plain."""
+        recipe, weights = self.recipe, self.weights
         for pattern, other in self.recipes.items():
-            recipe = other if fnmatchcase(name, pattern) else recipe
-        if recipe is None:
-            return replace(self, recipe=None, weights=None, recipes={})
-        return replace(self, recipe=recipe, recipes={})
+            if fnmatchcase(name, pattern):
+                recipe, weights = other, None if other is None else self.weights
+        return replace(self, recipe=recipe, weights=weights, recipes={})
 
 
 def where_in(name: str, module: nn.Module) -> str:
@@ -45,15 +44,21 @@ def where_in(name: str, module: nn.Module) -> str:
     return f"convert: {name or type(module).__name__}"
 
 
-#: Parameters that learn and were replaced by others. Whoever holds one still, holds the old one.
-Replaced = list[weakref.ref[nn.Parameter]]
+@dataclass(frozen=True)
+class Changes:
+    """What a conversion has done to parameters."""
+
+    replaced: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
+    """Those that learn and were replaced by others. Whoever holds one still, holds the old one."""
+    squares: dict[nn.Module, Tensor] = field(default_factory=dict)
+    """Of weights that were quantized: see :meth:`KeepsFrozen.squared_error`."""
 
 
-def warn_of_others_that_hold(replaced: Replaced) -> None:
+def warn_of_others_that_hold(changes: Changes) -> None:
     """Warn of replaced parameters that something still holds, as an optimizer does."""
-    if any(one() is not None for one in replaced):
+    if any(one() is not None for one in changes.replaced):
         gc.collect()  # modules and their hooks hold each other
-    held = sum(one() is not None for one in replaced)
+    held = sum(one() is not None for one in changes.replaced)
     if held:
         warnings.warn(
             f"convert: {held} parameters were replaced and something still holds them: make an "
@@ -73,7 +78,7 @@ def check_replaceable(where: str, module: nn.Module, names: Iterable[str]) -> No
             )
 
 
-def replace_parameter(module: nn.Module, name: str, w: Tensor) -> Replaced:
+def replace_parameter(changes: Changes, module: nn.Module, name: str, w: Tensor) -> None:
     """Give a parameter of a module another tensor, of the same shape and numbers.
 
     It stays the same object where torch can do that, so that an optimizer which has it steps it.
@@ -81,31 +86,41 @@ def replace_parameter(module: nn.Module, name: str, w: Tensor) -> Replaced:
     """
     old = module.get_parameter(name)
     grad, attributes = old.grad, _set_by_others(old)
-    new, replaced = nn.Parameter(w, requires_grad=old.requires_grad), list[Any]()
+    new = nn.Parameter(w, requires_grad=old.requires_grad)
     try:
         torch.utils.swap_tensors(old, new)
     except RuntimeError:  # a weak reference to it, as hooks have, or a graph that ends in it
         setattr(module, name, new)
-        replaced = [weakref.ref(old)] if old.requires_grad else []
+        changes.replaced.extend([weakref.ref(old)] if old.requires_grad else [])
     now = module.get_parameter(name)
     vars(now).update(attributes)
     if now.requires_grad:
         now.grad = grad
-    return replaced
 
 
 def freeze_parameter(
-    module: Any, name: str, weight: Any, recipe: Recipe, dtype: torch.dtype
-) -> Replaced:
+    changes: Changes,
+    module: Any,
+    name: str,
+    weight: Any,
+    recipe: Recipe | None,
+    dtype: torch.dtype,
+    **options: Any,
+) -> None:
     """Freeze a parameter of a module, as ``KeepsFrozen.freeze`` does.
 
     The attributes that others have set stay.
     """
     old: nn.Parameter = module.get_parameter(name)
     attributes = _set_by_others(old)
-    module.freeze(name, weight, recipe, dtype)
+    module.freeze(name, weight, recipe, dtype, **options)
     vars(module.get_parameter(name)).update(attributes)
-    return [weakref.ref(old)] if old.requires_grad else []
+    if not isinstance(weight, Tensor):  # numbers that a checkpoint has
+        return
+    changes.replaced.extend([weakref.ref(old)] if old.requires_grad else [])
+    if not weight.is_meta:
+        squares = module.squared_error(name, weight)
+        changes.squares[module] = squares + changes.squares.get(module, 0)
 
 
 def _set_by_others(p: nn.Parameter) -> dict[str, Any]:

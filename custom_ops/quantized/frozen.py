@@ -246,6 +246,23 @@ class KeepsFrozen(nn.Module):
         w = frozen.storage.dequantize(values, scale, dtype or frozen.dtype)
         return distributed_like(own, w.mT if frozen.is_transposed else w)
 
+    @torch.no_grad()
+    def squared_error(self, name: str, w: Any) -> Tensor:
+        """The squared norms of a frozen weight's error and of ``w`` [E, N, K], which was frozen.
+
+        Of the experts on this process, one after the other: a copy in float32 is of one.
+        """
+        weight, dequantize = self.frozen_weight(name), self._frozen[name].storage.dequantize
+        assert weight is not None
+        values, scale, _ = weight.each(local_part)
+        assert scale is not None
+        squares = torch.zeros(2, dtype=torch.float64, device=values.device)
+        for e, w_NK in enumerate(local_part(w.detach())):
+            exact = w_NK.float()
+            error = dequantize(values[e : e + 1], scale[e : e + 1], torch.float32)[0].sub_(exact)
+            squares += torch.stack([error.norm(), exact.norm()]).double().square()
+        return squares
+
     @contextmanager
     def drawn(self, name: str, weight: Any) -> Iterator[Any]:
         """Yield the tensor to initialise: the weight, or a plain one that is then frozen there.
@@ -320,7 +337,8 @@ class KeepsFrozen(nn.Module):
         frozen, w, scale = self._frozen.get(name), state_dict[key], state_dict.get(key + SCALE)
         if frozen is None and w.dtype == own.dtype:
             return
-        storage = STORAGES["fp8"] if frozen is None else frozen.storage
+        storage = STORAGES["mxfp4" if w.dtype == torch.uint8 and scale is not None else "fp8"]
+        storage = storage if frozen is None else frozen.storage
         if w.dtype == storage.values:
             parts = w, _scale_of(w, scale, storage, key + SCALE)
             if frozen is not None:

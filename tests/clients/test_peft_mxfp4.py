@@ -1,4 +1,4 @@
-"""PEFT's adapters over a GPT-OSS checkpoint in MXFP4, beside PEFT's over dequantized weights."""
+"""PEFT's adapters over experts in MXFP4, beside PEFT's over dequantized weights."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,14 @@ pytest.importorskip("peft")
 import peft
 
 from grouped_linear.integrations.peft import for_packed_experts, use_grouped_adapters
-from support.adapters import assert_close, config_of, mixtral, results
+from support.adapters import (
+    assert_close,
+    config_of,
+    mixtral,
+    model_of,
+    results,
+    weights_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +83,33 @@ def test_adapters_have_the_models_dtype(folder: Path, weights: str, autocast: bo
     model.add_adapter("later", for_packed_experts(config_of()), **options)
     dtypes = {p.dtype for n, p in model.named_parameters() if ".lora_" in n}
     assert dtypes == {FP32 if autocast else BF16}
+
+
+@pytest.mark.parametrize("order", ["convert first", "adapters first"])
+@pytest.mark.parametrize("name", ["Mixtral", "GPT-OSS"])
+def test_a_model_that_was_quantized(name: str, order: str) -> None:
+    """Compiled too, and with a second adapter: weights of GPT-OSS were transposed."""
+    model, plain, first = model_of(name), model_of(name), order == "convert first"
+    if first:
+        convert(model, weights="mxfp4")
+    model = peft.get_peft_model(model, for_packed_experts(config_of()))
+    if first:
+        use_grouped_adapters(model)
+    else:
+        convert(model, weights="mxfp4")
+    with torch.no_grad():
+        for key, w in weights_of(model.get_base_model()).items():
+            plain.get_parameter(key.replace("base_layer.", "")).copy_(w)
+    plain = peft.get_peft_model(plain, config_of())
+    for adapter in ("default", "more"):
+        for one in (model, plain):
+            if adapter == "more":
+                one.add_adapter(adapter, for_packed_experts(config_of(r=2)))
+            one.set_adapter(adapter)
+            randomized(one)
+        found = results(model)
+        assert_close(found, results(plain), 1e-4)
+    assert_close(results(model, fullgraph=True, backend="aot_eager"), found, 1e-5)
 
 
 def test_files_are_pefts(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,281 @@
+"""Models whose experts ``convert(weights="mxfp4")`` quantizes: beside the same numbers in BF16.
+
+E experts, H features of a token, F features of an expert.
+"""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from grouped_linear import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    compare,
+    convert,
+    ops,
+)
+from grouped_linear.integrations.experts import experts_of
+from support.compare import assert_same_bits
+from support.devices import devices
+from support.errors import sentence
+from support.hugging_face import FAMILIES, tiny
+from support.layers import through_pickle
+from support.tensors import BF16, FP32
+
+DEVICES = pytest.mark.parametrize("device", devices("grouped_mm_mxfp4"))
+E, H, F, ROWS = 3, 32, 64, 9
+IDS = torch.arange(14).reshape(2, 7)
+SIZES = {"intermediate_size": F, "moe_intermediate_size": F}
+NARROW = {"muse_spark": {"moe_hidden_size": H}}
+BITS = 4.25
+
+
+class GroupedExperts(nn.Module):
+    """As torchtitan's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Parameter(torch.randn(E, F, H) / H**0.5) for _ in range(2))
+        self.w2 = nn.Parameter(torch.randn(E, H, F) / F**0.5)
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        rows = x.split(num_tokens_per_expert.int().tolist())
+        weights = zip(self.w1, self.w3, self.w2, rows, strict=True)
+        return torch.cat(
+            [(nn.functional.silu(r @ w1.T) * (r @ w3.T)) @ w2.T for w1, w3, w2, r in weights]
+        )
+
+
+class Titan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.experts = nn.Linear(H, H), GroupedExperts()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.randn(ROWS, H, generator=torch.Generator().manual_seed(0))
+        x = x.to(self.enter.weight)
+        y: Tensor = self.experts(self.enter(x), torch.tensor([4, 0, 5], device=x.device))
+        return y
+
+
+def model_of(family: str, dtype: torch.dtype = BF16, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = Titan()
+    if family != "titan":
+        model = tiny(family, **SIZES | NARROW.get(family, {}) | options).eval()
+        for p in model.parameters():
+            nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.2)
+    return model.to(dtype)
+
+
+def in_mxfp4(family: str = "mixtral", recipe: Recipe | None = None, **options: Any) -> Any:
+    model = model_of(family, **options)
+    convert(model, recipe, weights="mxfp4")
+    return model
+
+
+def weights_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The experts' modules by the names of their weights."""
+    found = {}
+    for name, module in model.named_modules():
+        experts = experts_of(module)
+        for weight in () if experts is None else experts.weights:
+            found[f"{name}.{weight}"] = module
+    return found
+
+
+def result(model: Any) -> Tensor:
+    y = model(IDS.to(next(model.parameters()).device))
+    y = getattr(y, "logits", getattr(y, "last_hidden_state", y))
+    assert isinstance(y, Tensor)
+    return y
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    off = actual.double() - expected.double()
+    return (off.norm() / expected.double().norm()).item()
+
+
+@DEVICES
+@pytest.mark.parametrize("family", [*FAMILIES, "titan"])
+def test_as_quantized_by_the_op(family: str, device: str) -> None:
+    """The bits of the dequantized weights' results, with and without a gate, biases and norms."""
+    model, plain = model_of(family).to(device), model_of(family).to(device)
+    before = {name: plain.get_parameter(name).detach().clone() for name in weights_of(plain)}
+    done = convert(model, weights="mxfp4")
+    off = whole = numbers = 0.0
+    with torch.no_grad():
+        for name, module in weights_of(model).items():
+            w, (_, _, own) = plain.get_parameter(name), name.rpartition(".")
+            is_transposed = getattr(plain.get_submodule(name[: -len(own) - 1]), "is_transposed", 0)
+            w_ENK = w.mT.contiguous() if is_transposed else w
+            rounded = ops.dequantize_mxfp4(*ops.quantize_mxfp4(w_ENK))
+            w.copy_(rounded.mT if is_transposed else rounded)
+            assert_same_bits(module.dequantize(own), w)
+            off += (w.double() - before[name].double()).square().sum().item()
+            whole += before[name].double().square().sum().item()
+            numbers += w.numel()
+    convert(plain)
+    results = []
+    for one in (model, plain):
+        learns = [p for n, p in one.named_parameters() if "enter" in n or "embed" in n]
+        y = result(one)
+        results.append((y.detach(), *torch.autograd.grad(y.float().square().mean(), learns)))
+    for actual, expected in zip(*results, strict=True):
+        if device == "cpu":
+            assert_same_bits(actual, expected)
+        assert difference(actual, expected) < 2e-2
+    [converted], [kept] = done.converted, done.weights
+    assert converted.error == pytest.approx(math.sqrt(off / whole), rel=1e-5)
+    assert 0.1 < converted.error < 0.12
+    parameters = plain.get_submodule(converted.name).parameters()
+    assert converted.num_parameters == sum(p.numel() for p in parameters)
+    assert (kept.kind, kept.nbytes) == ("MXFP4", numbers * BITS / 8)
+    assert f", weights in MXFP4, error {100 * converted.error:.3g}%" in repr(done)
+    if family != "titan":  # which is converted once
+        assert repr(convert(model, weights="mxfp4")) == repr(convert(model)) != repr(done)
+
+
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=repr)
+@pytest.mark.parametrize("family", ["mixtral", "titan"])
+def test_recipes(family: str, recipe: Recipe) -> None:
+    """They round activations, beside the same weights."""
+    model, plain = in_mxfp4(family, recipe), in_mxfp4(family)
+    assert 0 < difference(result(model), result(plain)) < 0.1
+    compared = compare(model, lambda: result(model).float().square().sum().backward())
+    assert {d.tensor for d in compared.differences} == {"output", "x"}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [nn.Module.half, copy.deepcopy, through_pickle],
+    ids=["half", "deepcopy", "pickle"],
+)
+@pytest.mark.parametrize("family", ["gpt_oss", "titan"])
+def test_state(changed: Any, family: str) -> None:
+    """Nothing casts the bytes; states load into frozen and into plain models, copied, assigned."""
+    state = in_mxfp4(family).state_dict()
+    assert {type(t) for t in state.values()} == {Tensor}
+    model = changed(in_mxfp4(family))
+    model.load_state_dict(state, assign=True)
+    expected = result(in_mxfp4(family))
+    assert_same_bits(result(model), expected)
+    for name, module in weights_of(model).items():
+        assert module.get_parameter(name.rpartition(".")[2]).dtype == torch.uint8
+    again = in_mxfp4(family)
+    for p in again.parameters():
+        p.detach().zero_()
+    again.load_state_dict(state)
+    assert_same_bits(result(again), expected)
+
+
+def test_into_plain_weights_and_back() -> None:
+    """A model in 16 bits loads the dequantized numbers, and the other way round."""
+    model, plain = in_mxfp4(), model_of("mixtral")
+    convert(plain, Float8BlockScaling(), weights="both")
+    plain.load_state_dict(model.state_dict())
+    other = in_mxfp4()
+    for name, module in weights_of(other).items():
+        own = name.rpartition(".")[2]
+        assert_same_bits(plain.get_parameter(name).dequantize(), module.dequantize(own))
+        module.get_parameter(own).detach().zero_()
+    other.load_state_dict(plain.state_dict())
+    assert_same_bits(result(other), result(model))
+
+
+@pytest.mark.parametrize("weights", ["both", "mxfp4"])
+def test_of_weights_that_were_kept_otherwise(weights: Any) -> None:
+    model = model_of("mixtral")
+    convert(model, Float8BlockScaling(), weights=weights)
+    convert(model, weights="mxfp4")
+    assert_same_bits(result(model), result(in_mxfp4()))
+
+
+def test_generates() -> None:
+    model = model_of("qwen3_moe", FP32)
+    convert(model, weights="mxfp4")
+    options = {"max_new_tokens": 5, "do_sample": False}
+    tokens = model.generate(IDS, **options)
+    plain = model_of("qwen3_moe", FP32)
+    with torch.no_grad():
+        for name, module in weights_of(model).items():
+            plain.get_parameter(name).copy_(module.dequantize(name.rpartition(".")[2]))
+    assert torch.equal(plain.generate(IDS, **options), tokens)
+
+
+def test_compiled() -> None:
+    """In one graph, which reads the parameters."""
+    model = in_mxfp4("qwen3_moe")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same_bits(result(compiled), result(model))
+    other = in_mxfp4("qwen3_moe")
+    for p in other.parameters():
+        p.detach().copy_(p.roll(1, 0))
+    model.load_state_dict(other.state_dict())
+    assert_same_bits(result(compiled), result(other))
+    assert_same_bits(
+        functional_call(in_mxfp4("qwen3_moe"), dict(model.named_parameters()), IDS).logits,
+        result(model),
+    )
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "features": (
+        lambda: model_of("mixtral", intermediate_size=48),
+        {},
+        "model.layers.0.mlp.experts: in_features of down_proj must be a multiple of 32 with "
+        "weights='mxfp4', got 48",
+    ),
+    "transposed features": (
+        lambda: model_of("gpt_oss", intermediate_size=48),
+        {},
+        "model.layers.0.mlp.experts: in_features of down_proj must be a multiple of 32 with "
+        "weights='mxfp4', got 48",
+    ),
+    "recipe": (
+        lambda: model_of("mixtral"),
+        {"recipe": Float8CurrentScaling()},
+        "weights='mxfp4' needs no recipe, Float8BlockScaling or MXFP8BlockScaling, got "
+        "Float8CurrentScaling()",
+    ),
+    "meta": (
+        lambda: model_of("mixtral").to("meta"),
+        {},
+        "model.layers.0.mlp.experts: gate_up_proj is on the meta device, it has no numbers yet: "
+        "load the checkpoint before",
+    ),
+    "FP8": (
+        lambda: (m := model_of("mixtral"), convert(m, weights="fp8"))[0],
+        {"recipe": Float8BlockScaling()},
+        "model.layers.0.mlp.experts: the weights are frozen in FP8 and stay so: leave weights "
+        "out, or load the model in high precision (a checkpoint: dequantize=True in its "
+        "quantization config) and convert that",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(kind: str) -> None:
+    make, options, expected = REFUSED[kind]
+    model = make()
+    before = [(n, id(p), type(p)) for n, p in model.named_parameters()]
+    classes = list(map(type, model.modules()))
+    said = sentence(lambda: convert(model, weights="mxfp4", **options))
+    assert said == f"convert: {expected}"
+    assert [(n, id(p), type(p)) for n, p in model.named_parameters()] == before
+    assert list(map(type, model.modules())) == classes
+    titan = GroupedExperts()
+    titan.w2 = nn.Parameter(torch.randn(E, H, 48))
+    titan.w1, titan.w3 = (nn.Parameter(torch.randn(E, 48, H)) for _ in range(2))
+    assert sentence(lambda: convert(titan, weights="mxfp4")) == (
+        "convert: GroupedExperts: in_features of w2 must be a multiple of 32 with "
+        "weights='mxfp4', got 48"
+    )
+    assert type(titan) is GroupedExperts
