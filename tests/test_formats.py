@@ -7,7 +7,7 @@ inside an expert.
 import copy
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ from support.formats import composed, with_function
 from support.layers import linear_of
 from support.pairs import in_turn
 
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 T, E, K, N = 200, 3, 160, 144
 SPLITS = (70, 0, 110)  # an empty group, groups that end inside a block, and rows of no group
 
@@ -260,6 +260,27 @@ def test_dtypes() -> None:
         assert grouped_linear(rows(T, K), w, m_splits, recipe=ROUNDED_WEIGHTS).dtype == BF16
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("single", [True, False])
+def test_a_16_bit_dtype(single: bool, dtype: torch.dtype) -> None:
+    """Every operand is rounded to it, and float32 results are sums of these: rounded no more."""
+    recipe = Recipe(*(Format(dtype=dtype) for _ in range(3)))
+    torch.manual_seed(0)
+    layer = linear_of(E, K, N, False, recipe=recipe, single_grouped_weight=single)
+    x, dy, size = torch.randn(20, K, requires_grad=True), torch.randn(20, N), [0] * (E - 1) + [20]
+    y = layer(x, torch.tensor(size))
+    parameters = list(layer.parameters())
+    d_x, *d_w = torch.autograd.grad(y, (x, *parameters), dy)
+    w = parameters[-1].view(-1, N, K)[-1]
+    x64, w64, dy64 = (t.detach().to(dtype).double() for t in (x, w, dy))
+    for actual, expected in (
+        (y, x64 @ w64.T),
+        (d_x, dy64 @ w64),
+        (d_w[-1].view(-1, N, K)[-1], dy64.T @ x64),
+    ):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
+
+
 # --- one numbers, however they are computed ------------------------------------------------------
 
 PACKAGE = {
@@ -332,6 +353,19 @@ def test_a_function_in_a_role(name: str, role: str, layer: str, compiled: bool) 
     assert_same(results(own, layer), expected)
     if compiled:
         assert_same(results(own, layer, compiled=True), expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{"amax_epsilon": 64.0}, {"power_of_two_scales": False}, {"share_scales": True}]
+)
+def test_gradients_in_blocks_of_other_options(options: dict[str, Any]) -> None:
+    """One op quantizes h and the gradient by it only where both formats have the same options."""
+    block = Float8BlockScaling()
+    recipe = Recipe(block.input, block.weight, replace(block.grad_output, **options))
+    expected = results(composed(recipe), "chosen")
+    assert_same(results(recipe, "chosen"), expected)
+    d_w = "gate_up_proj"
+    assert not torch.equal(expected[d_w], results(block, "chosen")[d_w])
 
 
 @pytest.mark.parametrize(

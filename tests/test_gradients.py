@@ -532,6 +532,21 @@ def test_selective_checkpointing_that_keeps_our_ops(
         assert_same_bits(kept, computed)
 
 
+def test_mx_blocks_of_a_weight_end_with_its_expert() -> None:
+    """Also in a dispatch mode, where another op rounds. 48 columns are a block and a half."""
+    layer = GroupedLinear(2, 32, 48, False, recipe=RECIPES["mxfp8"])
+    layer.weight.data[1].mul_(2**20)
+    x, contexts = (
+        torch.randn(20, 32, requires_grad=True),
+        partial(create_selective_checkpoint_contexts, keep_ours),
+    )
+    gradients = []
+    for options in ({}, {"context_fn": contexts}):
+        y = checkpoint(layer, x, [12, 8], use_reentrant=False, **options)
+        gradients.append(torch.autograd.grad(y.sum(), x)[0])
+    assert_same_bits(*gradients)
+
+
 @EVERY_RECIPE
 @pytest.mark.parametrize("form", ["one", "apart", "mlp"])
 def test_selective_checkpointing_that_keeps_gemms(form: str, recipe: Recipe | None) -> None:

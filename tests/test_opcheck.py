@@ -16,7 +16,7 @@ from support.groups import GROUPS, Groups
 from support.op_info import Sample
 from support.ops import OPS, PAGES
 from support.reference import E4M3, E5M2
-from support.samples import keep, specified_masks, variant_of
+from support.samples import keep, make, specified_masks, variant_of
 from support.tensors import BF16, DTYPES, on
 
 EVERY_UTIL = (
@@ -62,6 +62,28 @@ def aot_check_of_specified(sample: Sample, device: str) -> None:
     arguments = sample.on(device).arguments
     options = {"dynamic": True, "check_gradients": "auto", "assert_equals_fn": same}
     aot_autograd_check(sample.overload, (), arguments, **options)
+
+
+SIZES_OF_ARGUMENTS = [
+    (op, a.name)
+    for op in OPS
+    for a in make(op, GROUPS["capacity"], BF16).schema.arguments
+    if isinstance(a.real_type, torch.SymIntType)
+]
+
+
+@pytest.mark.parametrize(("op", "name"), SIZES_OF_ARGUMENTS)
+def test_a_size_among_arguments_stays_open(op: str, name: str) -> None:
+    """opcheck opens those of tensors alone. Dynamo raises for one that a fake makes constant."""
+    sample = make(op, GROUPS["capacity"], BF16)
+    sample = sample.but(**{name: max(2, sample.get(name))})  # torch makes 1 a constant
+    like = torch.empty(sample[name])
+    torch._dynamo.mark_dynamic(like, 0)
+    call = torch.compile(
+        lambda like: sample.but(**{name: like.size(0)})(), fullgraph=True, backend="eager"
+    )
+    for actual, expected in zip(tree_leaves(call(like)), sample.results("cpu"), strict=True):
+        assert actual.shape == expected.shape
 
 
 # The dispatcher sees how many rows and groups there are, not which groups are empty.
