@@ -1,17 +1,20 @@
-"""The table, a line and the picture of the README, from what is recorded of one GPU.
+"""The README's table and picture, and two pieces of docs/performance.md, from records of one GPU.
 
-    python -m benchmarks.front_page  # anywhere: prints the table and a line, draws the picture
+    python -m benchmarks.front_page  # anywhere: prints two tables and a line, draws the picture
 
 They are made of benchmarks/results/, written on the GPU by
 
-    python -m benchmarks.bench_training_step --write
-    python -m benchmarks.demo --write                # the losses
+    python -m benchmarks.bench_training_step --write  # steps of an expert layer
+    python -m benchmarks.compiled_vs_eager --write    # steps of a model
+    python -m benchmarks.bench_lora --compile         # steps of its adapters
+    python -m benchmarks.demo --write                 # the losses
 
 Speed is torch's time over a layer's, the median of the rounds of one run.
 """
 
 import argparse
 import csv
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from benchmarks.plots import SERIES, fit_numbers, grouped_bars, label
 
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "h100_layers.png"
 MODELS = ("qwen3_30b", "dsv3_ep8", "sonic_7b")
+WHOLE_MODEL = "hf_qwen3_30b_step"
 TORCH = "torch bf16, compiled"
 # By the name of a row: a series of pictures.
 LAYERS = {
@@ -37,6 +41,7 @@ HEADS[-1] = 'ours, FP8, `weights="both"`'
 LOSSES = ("BF16", "FP8")
 MODES = ("eager", "compiled", "compiled + graphs")  # a run of the demo in each
 Rows = dict[tuple[str, str], dict[str, str]]  # by model and layer
+Row = tuple[str, *tuple[tuple[float, float], ...]]  # of torch and of ours: ms, GiB
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -54,7 +59,50 @@ def demos(gpu: str) -> list[Path]:
     return [timing.RESULTS / f"demo_{name}.csv" for name in (gpu, "nvidia_h200")]
 
 
-def table(rows: Rows) -> str:
+def table(gpu: str) -> str:
+    """The README's: torch's time and ours in FP8, of layers, a whole model, and its adapters."""
+    cells = [["a training step", "torch, BF16", "ours, FP8"]]
+    for what, *pair in (*_layers(gpu), _whole_model(gpu), _adapters(gpu)):
+        cells.append([what, *(f"{ms:.1f} ms, {gib:.1f} GiB" for ms, gib in pair)])
+    return timing.markdown(cells)
+
+
+def _layers(gpu: str) -> list[Row]:
+    """Steps of an expert layer with AdamW; ours with weights that the optimizer writes in FP8."""
+    rows, ours = steps(gpu), [*LAYERS][-1]
+    pairs = ([rows[name, layer] for layer in (TORCH, ours)] for name in MODELS)
+    return [
+        (f"{label(name)}: an expert layer", *((float(r["ms"]), float(r["peak_gib"])) for r in pair))
+        for name, pair in zip(MODELS, pairs, strict=True)
+    ]
+
+
+def _whole_model(gpu: str) -> Row:
+    """The same of a model."""
+    record = json.loads((timing.RESULTS / f"compiled_vs_eager_{gpu}.json").read_text())
+    found = {
+        tuple(row["candidate"].values())[:3]: row
+        for row in record["rows"]
+        if row["case"] == WHOLE_MODEL
+    }
+    by = ("torch", "bf16"), ("ours", "block, cached weight")
+    pair = (found[*one, "compiled"] for one in by)
+    times = ((row["microseconds"]["median"] / 1e3, row["peak_bytes"] / 2**30) for row in pair)
+    return f"{label(WHOLE_MODEL)}: four whole layers", *times
+
+
+def _adapters(gpu: str) -> Row:
+    """A step of PEFT's adapters over BF16, and of ours over experts frozen in FP8."""
+    text = (timing.RESULTS / f"bench_lora_compiled_{gpu}.md").read_text()
+    lines = (line.strip("|").split("|") for line in text.splitlines() if line.startswith("|"))
+    found = {tuple(map(str.strip, line[:2])): line for line in lines}
+    pair = (found["attention and experts", by] for by in ("PEFT, BF16", "ours, FP8"))
+    times = ((float(row[2]), float(row[5])) for row in pair)
+    return "the same four, LoRA on attention and experts", *times
+
+
+def whole_table(rows: Rows) -> str:
+    """Every layer of a run, for docs/performance.md."""
     cells = [["a training step of an expert layer", *HEADS]]
     for name in MODELS:
         of_layers = [rows[name, layer] for layer in LAYERS]
@@ -116,7 +164,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = steps(options.gpu)
     demo = next(path for path in demos(options.gpu) if path.exists())
-    print(f"{table(rows)}\n\n{losses_line(read(demo))}.")
+    print(f"{table(options.gpu)}\n\n{whole_table(rows)}\n\n{losses_line(read(demo))}.")
     print(f"\nlosses: {demo.stem.removeprefix('demo_')}")
     print(f"steps: {', '.join(sorted({row['commit'] for row in rows.values()}))}")
     card = options.gpu.split("_")[1].upper()
