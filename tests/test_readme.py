@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import grouped_linear
 from benchmarks import front_page
@@ -24,58 +23,34 @@ WITH_EXAMPLES = [page for page in PAGES if examples(page.read_text())]
 KEYS = {"fake": "Meta", "CPU": "CPU", "gradient": "Autograd"}
 
 
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(32, 48, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(48, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+SNIPPETS = dict(zip(("layer", "convert", "adapters"), examples(README), strict=True))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(32, 4, bias=False)
-        self.experts = nn.ModuleList(Expert() for _ in range(4))
-
-
-def mixtral() -> Any:
-    pytest.importorskip("transformers", minversion="5.23")
-    from support.hugging_face import tiny
-
-    return tiny("mixtral")
-
-
-def test_python_examples_run() -> None:
-    """Each pasted by itself, with a model, a batch and a prompt, as a reader has them."""
-    ids = torch.arange(12)[None]
-    train, generate, plain, by_hand = examples(README)
-    assert all(len(e.splitlines()) <= 8 for e in (train, generate, plain, by_hand))
-
-    def run(example: str, **names: Any) -> dict[str, Any]:
-        exec(compile(example, "README.md", "exec"), names)
-        return names
-
-    run(train, model=mixtral(), batch={"input_ids": ids, "labels": ids})
-    names = run(generate, model=mixtral(), prompt={"input_ids": ids})
-    assert names["text"].shape == (1, 32)
-    names = run(plain, self=Block())
-    assert names["forward"](names["self"], torch.randn(5, 32)).shape == (5, 32)
-    names = run(by_hand)
-    assert not names["y"][950:].any()
-    assert names["x"].grad is not None
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_snippets_run_as_they_are_copied(snippet: str) -> None:
+    """Each by itself, and with nothing before it."""
+    code, names = SNIPPETS[snippet], dict[str, Any]()
+    for package in ("transformers", "peft"):
+        if f"from {package} import" in code:
+            pytest.importorskip(package)
+    with skipping_for_old_transformers():
+        exec(compile(code, "README.md", "exec"), names)
+    if snippet == "adapters":
+        tokens = torch.arange(12)[None]
+        names["model"](input_ids=tokens, labels=tokens).loss.backward()
+    learning = names["mlp" if snippet == "layer" else "model"]
+    found = {name: p.grad for name, p in learning.named_parameters() if p.requires_grad}
+    assert found
+    assert all(grad is not None for grad in found.values())
 
 
 def test_figures_of_the_readme_are_those_that_are_printed() -> None:
     gpu = "nvidia_h100_80gb_hbm3"
-    rows = front_page.steps(gpu)
+    performance = (ROOT / "docs" / "performance.md").read_text()
     demo = next(path for path in front_page.demos(gpu) if path.exists())
-    assert front_page.table(rows) in README
-    assert front_page.table(rows) in (ROOT / "docs" / "performance.md").read_text()
-    prose = " ".join(README.split())
-    assert front_page.losses_line(front_page.read(demo)) in prose
+    assert front_page.table(gpu) in README
+    assert front_page.whole_table(front_page.steps(gpu)) in performance
+    assert front_page.losses_line(front_page.read(demo)) in " ".join(performance.split())
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.stem)
