@@ -4,13 +4,18 @@ E experts, H features of a token, F features of an expert.
 """
 
 import copy
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, replace_with_fp8_linear
 
 from grouped_linear import (
     Float8BlockScaling,
@@ -22,7 +27,7 @@ from grouped_linear import (
     ops,
 )
 from grouped_linear.integrations.experts import experts_of
-from support.compare import assert_same_bits
+from support.compare import assert_same_bits, bits
 from support.devices import devices
 from support.errors import sentence
 from support.hugging_face import FAMILIES, tiny
@@ -224,6 +229,62 @@ def test_compiled() -> None:
         functional_call(in_mxfp4("qwen3_moe"), dict(model.named_parameters()), IDS).logits,
         result(model),
     )
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_saved_as_deepseek_v4_is_published(family: str, tmp_path: Path) -> None:
+    """int8 and float8_e8m0fnu, which transformers dequantizes to the same numbers, or keeps."""
+    model = in_mxfp4(family)
+    model.save_pretrained(tmp_path / "published")
+    saved = load_file(tmp_path / "published" / "model.safetensors")
+    config = json.loads((tmp_path / "published" / "config.json").read_text())
+    config = FineGrainedFP8Config(**config["quantization_config"])
+    assert (config.expert_dtype, config.scale_fmt) == ("fp4", "ue8m0")
+    experts, down = model.model.layers[0].mlp.experts, ("w2", "down_proj")[family == "qwen3_moe"]
+    name = next(n for n in saved if n.endswith(f"experts.3.{down}.weight"))
+    codes, scales = saved[name], saved[f"{name}_scale_inv"]
+    assert (codes.dtype, scales.dtype) == (torch.int8, torch.float8_e8m0fnu)
+    theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, BF16)
+    assert_same_bits(experts.dequantize("down_proj")[3], theirs)
+
+    model.save_pretrained(tmp_path / "own", save_original_format=False)
+    with torch.device("meta"):
+        loaded = model_of(family)
+    loaded = replace_with_fp8_linear(
+        loaded, config.modules_to_not_convert, quantization_config=config
+    ).to_empty(device="cpu")
+    loaded.load_state_dict(load_file(tmp_path / "own" / "model.safetensors"))
+    for name, buffer in model.named_buffers():  # not saved
+        loaded.get_buffer(name).copy_(buffer)
+    addresses = {n: p.data_ptr() for n, p in loaded.named_parameters()}
+    for weights in (None, "mxfp4"):
+        done = convert(loaded, weights=weights)
+        assert_same_bits(result(loaded), result(model))
+        how = " as loaded" if weights is None else ""
+        assert [one.path for one in done.converted] == [
+            f"experts implementation, weights in MXFP4{how}"
+        ]
+        assert done.weights[0] == convert(model).weights[0]
+        assert done.converted[0].num_parameters == convert(model).converted[0].num_parameters
+    assert {n: p.data_ptr() for n, p in loaded.named_parameters()} == addresses
+    state, expected = loaded.state_dict(), model.state_dict()
+    assert state.keys() == expected.keys()
+    for name, t in expected.items():
+        assert_same_bits(bits(state[name]), bits(t))
+    through_pickle(loaded).save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == saved.keys()
+    for name, t in saved.items():
+        assert_same_bits(bits(again[name]), bits(t))
+
+
+def test_what_transformers_cannot_save(tmp_path: Path) -> None:
+    model = in_mxfp4("gpt_oss")
+    assert sentence(lambda: model.save_pretrained(tmp_path)) == (
+        "save_pretrained: transformers' FP8 experts have no biases, transposed weights or norms, "
+        "model.layers.0.mlp.experts has: save the model before it is converted, or its state_dict()"
+    )
+    assert not [*tmp_path.iterdir()]
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {

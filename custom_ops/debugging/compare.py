@@ -114,7 +114,10 @@ def compare(
         plain = (p for p in module.parameters() if type(p) is nn.Parameter)
         in_bytes = any(p.element_size() == 1 for p in plain)
         if in_bytes and not isinstance(module, KeepsFrozen):
-            raise ValueError(f"{where}: convert weights of a checkpoint in FP8 by weights='fp8'")
+            raise ValueError(
+                f"{where}: convert weights of a checkpoint in FP8 by weights='fp8', in MXFP4 by "
+                "weights='mxfp4'"
+            )
         layers[name], recipes_of[name] = experts, {"all": recipe}
         if roles:
             recipes_of[name] |= {role: fake_quantize(recipe, (role,)) for role in ROLES}

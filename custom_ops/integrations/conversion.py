@@ -164,7 +164,7 @@ def _option_for(module: nn.Module, p: nn.Parameter, recipe: Recipe | None) -> We
 def how_kept(module: nn.Module, name: str) -> str:
     """The end of :attr:`ConvertedExperts.path`, by one of a module's weights."""
     kind, w = _kind_of(module, name), module.get_parameter(name)
-    loaded = " as loaded" if w.dtype == E4M3 else ""
+    loaded = " as loaded" if w.dtype == E4M3 or _is_packed(w) else ""
     return "" if kind == dtype_name(w.dtype) else f", weights in {kind}{loaded}"
 
 
@@ -172,7 +172,7 @@ def num_parameters(module: nn.Module) -> int:
     """Of a module, whatever their numbers are stored in."""
     frozen = module._frozen if isinstance(module, KeepsFrozen) else {}
     return sum(
-        p.numel() * (frozen[name].storage.per_entry if name in frozen else 1)
+        p.numel() * (frozen[name].storage.per_entry if name in frozen else 1 + _is_packed(p))
         for name, p in module.named_parameters()
         if not name.endswith(SCALE)
     )
@@ -185,7 +185,14 @@ def _kind_of(module: nn.Module, name: str) -> str:
         return "both precisions"
     if frozen is not None:
         return frozen.weights.upper()
-    return "FP8" if w.dtype.itemsize == 1 else dtype_name(w.dtype)
+    if w.dtype.itemsize == 1:
+        return "MXFP4" if _is_packed(w) else "FP8"
+    return dtype_name(w.dtype)
+
+
+def _is_packed(w: Tensor) -> bool:
+    """Whether transformers has loaded a weight of 4 bits, two numbers a byte."""
+    return w.dtype == torch.int8
 
 
 def _size(nbytes: float) -> str:

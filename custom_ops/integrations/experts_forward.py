@@ -19,20 +19,23 @@ from grouped_linear.autograd.projection import StoredWeight
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.integrations.activations import activation_of
 from grouped_linear.integrations.converted_class import class_before
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, ceil_div, dtype_name
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, ceil_div, dtype_name
 from grouped_linear.nn.checks import check_parameters
 from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.functional_mlp import apply_mlp
 from grouped_linear.nn.lora import LoraWeights
 from grouped_linear.nn.projection import ProjectionArguments
-from grouped_linear.quantized.frozen import KeepsFrozen
+from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import check_weights_kept, stored_weight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
-#: E8M0, of checkpoints whose scale_fmt is ue8m0, is in float32 exact.
-SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
+#: The dtypes of numbers and of scales in transformers' FP8Experts. E8M0 is in float32 exact.
+FILES = {
+    "fp8": (E4M3, (torch.float32, torch.float8_e8m0fnu, torch.bfloat16)),
+    "mxfp4": (torch.int8, (torch.float8_e8m0fnu,)),
+}
 
 #: The attribute of experts whose recipe, which may be None, is another than the implementation's.
 OWN_RECIPE = "_grouped_linear_recipe"
@@ -176,7 +179,10 @@ def storage_of(experts: Any) -> str | None:
     frozen = experts._frozen if isinstance(experts, KeepsFrozen) else {}
     for one in frozen.values():
         return one.weights
-    return "fp8" if weight_names(experts)[1] + SCALE in experts._parameters else None
+    scale = experts._parameters.get(weight_names(experts)[1] + SCALE)  # PEFT parametrizes none
+    if scale is None:
+        return None
+    return "mxfp4" if scale.size(1) == experts.hidden_dim else "fp8"  # for each row, or for 128
 
 
 def is_frozen(experts: Any) -> bool:
@@ -188,28 +194,34 @@ def kept_weight(where: str, experts: Any, name: str) -> QuantizedWeight:
     """The numbers and scales of a weight in few bits.
 
     Raises:
-        ValueError: for a checkpoint of another form than e4m3 with scales of 128 x 128.
+        ValueError: for a checkpoint of another form than e4m3 with scales of 128 x 128, or codes of
+            4 bits, two a byte, with E8M0 scales of 1 x 32.
     """
     frozen = experts.frozen_weight(name) if isinstance(experts, KeepsFrozen) else None
     if frozen is not None:
         return frozen
     q, scale = getattr(experts, name).detach(), getattr(experts, name + SCALE).detach()
+    kept_as = storage_of(experts)
+    assert kept_as is not None
+    (numbers, of_scales), (rows, columns) = FILES[kept_as], STORAGES[kept_as].block
     E, N, K = q.shape
-    scales = E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)
-    fits = q.dtype == E4M3 and scale.dtype in SCALES and scale.shape == scales
+    scales = E, ceil_div(N, rows), ceil_div(K, columns)
+    fits = q.dtype == numbers and scale.dtype in of_scales and scale.shape == scales
     if not fits or experts.activation_scheme != "dynamic":
         remedy = "load the checkpoint with FineGrainedFP8Config(dequantize=True)"
-        if q.dtype in ACTIVATIONS:
-            remedy = (
-                "Module.to and FSDP2's param_dtype cast them without their scales, which "
-                "convert(weights='fp8') prevents"
+        if q.dtype in ACTIVATIONS or scale.dtype in {*ACTIVATIONS} - {*of_scales}:
+            remedy += (
+                " if it is so; Module.to and FSDP2's param_dtype cast one without the other, which "
+                f"convert(weights={kept_as!r}) prevents"
             )
         raise ValueError(
-            f"{where}: experts in FP8 must be float8_e4m3fn with scales {list(scales)} in float32 "
-            f"or float8_e8m0fnu and dynamic activations, got {name} {dtype_name(q.dtype)} with "
-            f"{dtype_name(scale.dtype)} scales {list(scale.shape)} and "
-            f"{experts.activation_scheme} activations: {remedy}"
+            f"{where}: experts in {kept_as.upper()} must be {dtype_name(numbers)} with scales "
+            f"{list(scales)} in {' or '.join(map(dtype_name, of_scales[:2]))} and dynamic "
+            f"activations, got {name} {dtype_name(q.dtype)} with {dtype_name(scale.dtype)} scales "
+            f"{list(scale.shape)} and {experts.activation_scheme} activations: {remedy}"
         )
+    if kept_as == "mxfp4":
+        return QuantizedWeight(q.view(torch.uint8), scale.view(torch.uint8), None)
     return QuantizedWeight(q, scale.float(), None)
 
 

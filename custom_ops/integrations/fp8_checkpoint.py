@@ -1,7 +1,8 @@
-"""Checkpoints of transformers models whose experts are in FP8, as files and for a sampler.
+"""Checkpoints of transformers models whose experts are in few bits, as files and for a sampler.
 
 The format is that of transformers' FP8 models (``FineGrainedFP8Config``), as DeepSeek-V3 was
-published: for each expert e4m3 numbers ``weight`` and float32 scales ``weight_scale_inv``.
+published: for each expert e4m3 numbers ``weight`` and float32 scales ``weight_scale_inv``. MXFP4 is
+its ``expert_dtype="fp4"``, as DeepSeek-V4 was published: two numbers a byte in int8, E8M0 scales.
 """
 
 import copy
@@ -22,6 +23,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from grouped_linear.integrations.activations import same_activation
 from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.experts_forward import (
+    FILES,
     is_frozen,
     kept_weight,
     recipe_of,
@@ -30,7 +32,8 @@ from grouped_linear.integrations.experts_forward import (
 )
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.wrappers import named_unwrapped
-from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
+from grouped_linear.meta_kernels.rules import BLOCK, ceil_div
+from grouped_linear.quantized.frozen import STORAGES
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import KEPT, is_dtensor
 
@@ -38,13 +41,13 @@ _TWO_FORMATS = "the model's other modules are quantized in a format of theirs, a
 
 
 def describe(model: Any) -> None:
-    """Have a model say which of its modules are in FP8, as one that was loaded in FP8 does.
+    """Have a model say which of its modules are in few bits, as one that was loaded so does.
 
     ``save_pretrained`` then writes a checkpoint that loads again. If transformers' format cannot
     hold the experts, ``save_pretrained`` raises ValueError before it writes a file.
 
     Args:
-        model: what ``save_pretrained`` is called on, with experts in FP8.
+        model: what ``save_pretrained`` is called on, with frozen experts.
     """
     experts = {name: m for name, m in _experts_of(model).items() if is_frozen(m)}
     config, conversions, obstacle = _checkpoint_of(model, experts)
@@ -55,6 +58,8 @@ def describe(model: Any) -> None:
     if obstacle is not None:  # save_pretrained calls this first
         quantizer.get_state_dict_and_metadata = partial(_refuse_to_save, obstacle)
         return
+    if config.expert_dtype == "fp4":
+        quantizer.get_state_dict_and_metadata = _state_in_files_dtypes
     model.config.quantization_config = quantizer.quantization_config = config
     model._weight_conversions = conversions
 
@@ -66,6 +71,15 @@ def _refuse_to_save(obstacle: str, model: Any) -> tuple[None, dict[str, Any]]:
             "state_dict()"
         )
     return None, {}
+
+
+def _state_in_files_dtypes(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model's state with MXFP4 in the dtypes that transformers knows, and no metadata."""
+    state: dict[str, Any] = model.state_dict()
+    for key in [key for key, t in state.items() if t.dtype == torch.uint8 and key + SCALE in state]:
+        state[key] = state[key].view(torch.int8)
+        state[key + SCALE] = state[key + SCALE].view(torch.float8_e8m0fnu)
+    return state, {}
 
 
 def _experts_of(model: nn.Module) -> dict[str, Any]:
@@ -89,9 +103,14 @@ def _checkpoint_of(
         config = quantizer.quantization_config
     else:
         return FineGrainedFP8Config(), [], _TWO_FORMATS
+    kinds = {storage_of(m) or "fp8" for m in in_fp8.values()}
+    kept_as = min(kinds)
     # The configuration of a checkpoint knows the experts that were loaded in FP8.
     if quantizer is None or not all(isinstance(m, FP8Experts) for m in in_fp8.values()):
         config = copy.deepcopy(config)
+        config.expert_dtype = "fp4" if kept_as == "mxfp4" else "fp8"
+        if kept_as == "mxfp4" and not any(isinstance(m, FP8Linear) for m in model.modules()):
+            config.scale_fmt = "ue8m0"
         config.modules_to_not_convert = [
             name
             for name, module in named_unwrapped(model)
@@ -99,16 +118,19 @@ def _checkpoint_of(
             if not isinstance(module, FP8Linear) and name not in in_fp8
         ]
     obstacle = next(filter(None, map(_obstacle_of, in_fp8, in_fp8.values())), None)
-    if tuple(config.weight_block_size or ()) != (BLOCK, BLOCK):
+    has_blocks = tuple(config.weight_block_size or ()) == (BLOCK, BLOCK)
+    if len(kinds) > 1 or not has_blocks or (kept_as, config.scale_fmt) == ("mxfp4", "float"):
         obstacle = _TWO_FORMATS
     if config.scale_fmt == "ue8m0" and not all(map(_has_powers_of_two, in_fp8.values())):
         obstacle = "the checkpoint's scales are powers of two, those of its experts no longer are"
     if obstacle is not None:
         return config, [], obstacle
-    return config, *_conversions_of(model, in_fp8)
+    return config, *_conversions_of(model, in_fp8, kept_as)
 
 
-def _conversions_of(model: Any, in_fp8: dict[str, Any]) -> tuple[list[Any], str | None]:
+def _conversions_of(
+    model: Any, in_fp8: dict[str, Any], kept_as: str
+) -> tuple[list[Any], str | None]:
     """The conversions that save these experts with their scales, or those tried last and why not.
 
     A model that was loaded in FP8 has them.
@@ -129,7 +151,7 @@ def _conversions_of(model: Any, in_fp8: dict[str, Any]) -> tuple[list[Any], str 
     for base in (*candidates, default):
         candidates.append(HfQuantizer.update_weight_conversions(quantizer, base, stand_in))
     for conversions in candidates:
-        obstacle = _obstacle_of_names(model, conversions, shapes)
+        obstacle = _obstacle_of_names(model, conversions, shapes, kept_as)
         if obstacle is None:
             break
     return conversions, obstacle
@@ -140,7 +162,8 @@ def _has_powers_of_two(experts: Any) -> bool:
     ours = Implementation.of(experts.config._experts_implementation)
     recipe = None if ours is None else recipe_of(experts, ours.recipe)
     options = {} if recipe is None else recipe.weight.scale_options
-    return isinstance(experts, FP8Experts) or options.get("power_of_two_scales", False)
+    known = isinstance(experts, FP8Experts) or storage_of(experts) == "mxfp4"
+    return known or options.get("power_of_two_scales", False)
 
 
 def _obstacle_of(name: str, experts: Any) -> str | None:
@@ -149,9 +172,11 @@ def _obstacle_of(name: str, experts: Any) -> str | None:
         return f"transformers looks for experts in FP8 in modules called experts, not {name}"
     if experts.is_transposed or experts.has_bias or experts.has_post_expert_norm:
         return f"transformers' FP8 experts have no biases, transposed weights or norms, {name} has"
+    in_mxfp4 = storage_of(experts) == "mxfp4"
+    options = {"has_gate": experts.has_gate, "expert_dtype": "fp4" if in_mxfp4 else "fp8"}
     try:
         with torch.device("meta"):
-            theirs: Any = FP8Experts(experts.config, (BLOCK, BLOCK), has_gate=experts.has_gate)
+            theirs: Any = FP8Experts(experts.config, (BLOCK, BLOCK), **options)
     except AttributeError as error:
         return f"transformers' FP8 experts do not know the configuration of {name} ({error})"
     except TypeError:  # ERNIE 4.5 VL: one for text, one for images
@@ -162,7 +187,7 @@ def _obstacle_of(name: str, experts: Any) -> str | None:
         own = weight.shape
         if getattr(theirs, w).shape != own:
             return f"transformers' FP8 experts have another {w} than {name}, of {list(own)}"
-        if w == "gate_up_proj" and (own[1] // 2) % BLOCK:
+        if w == "gate_up_proj" and (own[1] // 2) % BLOCK and not in_mxfp4:
             return (
                 f"a checkpoint has gate and up apart, and a block of scales reaches from one into "
                 f"the other where an expert's {own[1] // 2} features are no multiple of {BLOCK}"
@@ -173,22 +198,24 @@ def _obstacle_of(name: str, experts: Any) -> str | None:
 
 
 def _obstacle_of_names(
-    model: Any, conversions: list[Any], shapes: dict[str, torch.Size]
+    model: Any, conversions: list[Any], shapes: dict[str, torch.Size], kept_as: str
 ) -> str | None:
     """Try on tensors without memory what ``save_pretrained`` will do with the experts' names."""
     state: dict[str, Tensor] = {}
+    (dtype, (of_scale, *_)), (rows, columns) = FILES[kept_as], STORAGES[kept_as].block
     for key, (E, N, K) in shapes.items():
-        state[key] = torch.empty(E, N, K, dtype=E4M3, device="meta")
-        state[key + SCALE] = torch.empty(E, ceil_div(N, BLOCK), ceil_div(K, BLOCK), device="meta")
+        scales = E, ceil_div(N, rows), ceil_div(K, columns)
+        state[key] = torch.empty(E, N, K, dtype=dtype, device="meta")
+        state[key + SCALE] = torch.empty(scales, dtype=of_scale, device="meta")
     try:
         saved = _as_saved(model, conversions, state)
     except Exception as error:  # save_pretrained would raise it, with files half written
         return f"transformers cannot name the experts' tensors ({error})"
-    numbers = {name: t for name, t in saved.items() if t.dtype == E4M3}
+    numbers = {name: t for name, t in saved.items() if t.dtype == dtype}
     for name, q in numbers.items():
         *_, N, K = q.shape
-        scale = saved.get(name + SCALE)
-        if scale is None or scale.shape[-2:] != (ceil_div(N, BLOCK), ceil_div(K, BLOCK)):
+        scale = saved.get(name + SCALE, saved.get(name.removesuffix("weight") + "scale"))
+        if scale is None or scale.shape[-2:] != (ceil_div(N, rows), ceil_div(K, columns)):
             return f"transformers does not save {name} with scales of its own"
     return None if 2 * len(numbers) == len(saved) else "transformers does not save its scales"
 

@@ -17,11 +17,16 @@ import torch
 from peft.tuners.lora import layer as lora
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
-from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 from grouped_linear.integrations.converted_class import class_before
 from grouped_linear.integrations.experts import goes_through_interface
-from grouped_linear.integrations.experts_forward import is_frozen, storage_of, weight_names
+from grouped_linear.integrations.experts_forward import (
+    is_frozen,
+    kept_weight,
+    storage_of,
+    weight_names,
+)
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
@@ -119,12 +124,12 @@ def for_packed_experts(config: lora.LoraConfig) -> lora.LoraConfig:
     >>> from peft import LoraConfig
     >>> config = for_packed_experts(LoraConfig(target_parameters=["mlp.experts.down_proj"]))
     """
-    config._register_custom_module({KeepsFrozen: _wrapper_of_frozen})
+    config._register_custom_module(dict.fromkeys((KeepsFrozen, FP8Experts), _wrapper_of_packed))
     return config
 
 
-def _wrapper_of_frozen(target: Any, adapter: str, **kwargs: Any) -> "ParamWrapper | None":
-    """The adapter on a module that keeps frozen weights; PEFT makes its own where this is None."""
+def _wrapper_of_packed(target: Any, adapter: str, **kwargs: Any) -> "ParamWrapper | None":
+    """The adapter on a module with weights in few bits; PEFT makes its own where this is None."""
     experts = target.get_base_layer() if isinstance(target, lora.LoraLayer) else target
     return ParamWrapper(target, adapter, **kwargs) if goes_through_interface(experts) else None
 
@@ -260,7 +265,7 @@ class ParamWrapper(lora.ParamWrapper):
         sizes: tuple[int, int] = super()._get_in_out_features(module)
         experts = self.get_base_layer()
         if storage_of(experts) == "mxfp4":  # PEFT exchanges the two of weights [E, N, K]
-            _, N, K = experts.weight_shape(self.parameter_name)
+            _, N, K = kept_weight("adapters", experts, self.parameter_name).stand_in.shape
             return (K, N) if experts.is_transposed else (N, K)
         return sizes
 
@@ -349,11 +354,11 @@ def _check_merge(where: str, layer: Any) -> None:
             f"{where} is sharded: save the adapter, and merge it in a model that is not"
         )
     if w.element_size() == 1:
-        is_mxfp4 = not isinstance(base, FP8Linear) and storage_of(base) == "mxfp4"
-        format, config = ("MXFP4", "Mxfp4") if is_mxfp4 else ("FP8", "FineGrainedFP8")
+        kept_as = "fp8" if isinstance(base, FP8Linear) else storage_of(base) or ""
         raise ValueError(
-            f"{where} is in {format} and stays as it is: keep the adapter beside it, or merge it "
-            f"in the model in 16 bits (a checkpoint in {format}: {config}Config(dequantize=True))"
+            f"{where} is in {kept_as.upper()} and stays as it is: keep the adapter beside it, or "
+            "merge it in the model in 16 bits (a checkpoint: dequantize=True in its quantization "
+            "config)"
         )
 
 
@@ -367,7 +372,8 @@ def _after_check(method: Callable[..., Any]) -> Callable[..., Any]:
             if not isinstance(layer, lora.ParamWrapper) or (op == "unmerge" and not layer.merged):
                 continue
             base = layer.get_base_layer()
-            if isinstance(base, KeepsFrozen) and layer.parameter_name in base._frozen:
+            frozen = base._frozen if isinstance(base, KeepsFrozen) else {}
+            if layer.parameter_name in frozen or isinstance(base, FP8Experts):
                 _check_merge(f"{op}: {name or layer.parameter_name}", layer)
         return method(self, *args, **kwargs)
 

@@ -22,9 +22,9 @@ WRAPPERS = {
 
 
 def _have_peft_ask(module: nn.Module, name: str, inside: nn.Module | None) -> None:
-    """Where PEFT wraps a module that may be frozen, have it ask before it merges adapters."""
+    """Where PEFT wraps a module that may be in few bits, have it ask before it merges adapters."""
     of_peft = name == "base_layer" and type(module).__module__.startswith("peft.")
-    if of_peft and isinstance(inside, KeepsFrozen):
+    if of_peft and (isinstance(inside, KeepsFrozen) or type(inside).__name__ == "FP8Experts"):
         import grouped_linear.integrations.peft  # noqa: F401
 
 

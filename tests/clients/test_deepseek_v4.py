@@ -1,0 +1,171 @@
+"""A DeepSeek-V4 checkpoint, experts in FP4: read as it is, trained by adapters, saved again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from grouped_linear import Float8BlockScaling, MXFP8BlockScaling, Recipe, convert
+from support.compare import assert_same_bits, bits
+from support.deepseek_v4 import write_checkpoint
+from support.errors import sentence
+from support.tensors import BF16, FP32
+
+pytest.importorskip("accelerate")  # what loads in few bits needs it
+pytest.importorskip("peft")
+import peft
+
+from grouped_linear.integrations.peft import for_packed_experts, use_grouped_adapters
+from support.adapters import (
+    IDS,
+    assert_close,
+    config_of,
+    from_fp8_checkpoint,
+    logits,
+    randomize,
+    results,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("deepseek_v4"))
+
+
+def packed(folder: Path, recipe: Recipe | None = None, weights: Any = None, **options: Any) -> Any:
+    """Kept in FP4, as transformers does on a GPU."""
+    model = from_fp8_checkpoint(folder, **options)
+    convert(model, recipe, weights=weights)
+    return model
+
+
+def dequantized(folder: Path, **options: Any) -> Any:
+    """By transformers, as it does where there is no GPU."""
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    convert(model)
+    return model
+
+
+def experts_of(model: Any) -> list[Any]:
+    return [layer.mlp.experts for layer in model.get_submodule("model").layers]
+
+
+@pytest.mark.parametrize("weights", [None, "mxfp4"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_as_transformers_dequantizes(folder: Path, dtype: torch.dtype, weights: Any) -> None:
+    model, plain = packed(folder, None, weights, dtype=dtype), dequantized(folder, dtype=dtype)
+    assert_same_bits(logits(model), logits(plain))
+    for recipe in (Float8BlockScaling(), MXFP8BlockScaling()):
+        convert(model, recipe)
+        assert_close({"": logits(model).float()}, {"": logits(plain).float()}, 0.2)
+    report = convert(model)
+    loaded = " as loaded" if weights is None else ""
+    assert {one.path for one in report.converted} == {
+        f"experts implementation, weights in MXFP4{loaded}"
+    }
+    assert report.converted[0].error is None
+    expected = convert(plain)
+    assert [one.num_parameters for one in report.converted] == [
+        one.num_parameters for one in expected.converted
+    ]
+    numbers = expected.weights[0].nbytes // dtype.itemsize
+    assert report.weights[0].nbytes == numbers * 17 // 32
+
+
+@pytest.mark.parametrize("weights", [None, "mxfp4"])
+def test_saves_the_files_bits(folder: Path, weights: Any, tmp_path: Path) -> None:
+    model = packed(folder)
+    addresses = [experts.down_proj.data_ptr() for experts in experts_of(model)]
+    convert(model, Float8BlockScaling(), weights=weights)
+    assert [experts.down_proj.data_ptr() for experts in experts_of(model)] == addresses
+    model.save_pretrained(tmp_path)
+    saved, source = (load_file(path / "model.safetensors") for path in (tmp_path, folder))
+    assert saved.keys() == source.keys()
+    for name, t in source.items():
+        assert_same_bits(bits(saved[name]), bits(t))
+        assert saved[name].dtype == t.dtype
+    assert_same_bits(logits(packed(tmp_path)), logits(packed(folder)))
+    assert_same_bits(logits(dequantized(tmp_path)), logits(dequantized(folder)))
+
+
+def test_quantized_again(folder: Path, tmp_path: Path) -> None:
+    """What transformers has dequantized: the numbers are kept, and saved in the format."""
+    model = dequantized(folder)
+    expected = logits(model)
+    done = convert(model, weights="mxfp4")
+    assert [one.error for one in done.converted] == [0, 0]
+    assert_same_bits(logits(model), expected)
+    model.save_pretrained(tmp_path)
+    assert_same_bits(logits(packed(tmp_path)), expected)
+
+
+def test_generates(folder: Path) -> None:
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones_like(IDS)
+    expected = dequantized(folder, dtype=FP32).generate(IDS, attention_mask=mask, **options)
+    model = packed(folder, dtype=FP32)
+    assert torch.equal(model.generate(IDS, attention_mask=mask, **options), expected)
+
+
+@pytest.mark.parametrize("weights", [None, "mxfp4"])
+def test_adapters(folder: Path, weights: Any, tmp_path: Path) -> None:
+    """In float32, so that nothing but the order of sums differs; their files are PEFT's."""
+    found: list[dict[str, Tensor]] = []
+    for model in (packed(folder, None, weights, dtype=FP32), dequantized(folder, dtype=FP32)):
+        config = config_of(target_modules=["q_a_proj"])
+        adapted = peft.get_peft_model(model, for_packed_experts(config))
+        use_grouped_adapters(adapted)
+        randomize(adapted)
+        found.append(results(adapted))
+        adapted.save_pretrained(tmp_path / str(len(found)))
+        if len(found) == 1:
+            assert "in MXFP4 and stays as it is" in sentence(adapted.merge_adapter)
+    assert_close(*found, 1e-4)
+    files = [load_file(tmp_path / str(i) / "adapter_model.safetensors") for i in (1, 2)]
+    assert files[0].keys() == files[1].keys()
+    for name, t in files[0].items():
+        assert_same_bits(files[1][name], t)
+
+
+def test_compiled(folder: Path) -> None:
+    experts = experts_of(packed(folder))[0]
+    compiled = torch.compile(experts, fullgraph=True)
+    x = torch.randn(20, 64, dtype=BF16)
+    chosen, scores = torch.rand(20, 4).topk(2).indices, torch.rand(20, 2, dtype=BF16)
+    assert_same_bits(compiled(x, chosen, scores), experts(x, chosen, scores))
+
+
+def test_refused(folder: Path, tmp_path: Path) -> None:
+    model = packed(folder)
+    for weights in ("fp8", "both"):
+        said = sentence(lambda w=weights: convert(model, Float8BlockScaling(), weights=w))
+        assert "the weights are frozen in MXFP4 and stay so: leave weights out" in said
+    plain = peft.get_peft_model(packed(folder), config_of(target_modules=["q_a_proj"]))
+    assert "for_packed_experts(config)" in sentence(lambda: use_grouped_adapters(plain))
+    assert "are parametrized" in sentence(lambda: logits(plain))
+    plain = peft.get_peft_model(packed(folder), config_of(target_modules=["q_a_proj"]))
+    for safely in (False, True):  # PEFT would add to bytes
+        said = sentence(lambda safe=safely: plain.merge_adapter(safe_merge=safe))
+        assert "layers.0.mlp.experts is in MXFP4 and stays as it is" in said
+    model.to(BF16)
+    assert "scales [4, 192, 2] in float8_e8m0fnu and dynamic" in (
+        said := sentence(lambda: logits(model))
+    )
+    assert said.endswith("which convert(weights='mxfp4') prevents")
+    assert_same_bits(
+        logits(packed(folder, None, "mxfp4").to(BF16)), logits(dequantized(folder).to(BF16))
+    )
+
+    write_checkpoint(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    in_float = {n: t.float() if t.dtype == torch.float8_e8m0fnu else t for n, t in state.items()}
+    save_file(in_float, tmp_path / "model.safetensors", {"format": "pt"})
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"scale_fmt": "ue8m0"', '"scale_fmt": "float"'))
+    assert "load the checkpoint with FineGrainedFP8Config(dequantize=True)" in sentence(
+        lambda: packed(tmp_path)
+    )
