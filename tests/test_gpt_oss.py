@@ -178,6 +178,10 @@ def test_loads_high_precision(tmp_path: Path) -> None:
         model.load_state_dict({name: w}, strict=False, assign=assign)
         assert_same_bits(experts.dequantize("down_proj").contiguous(), w)
         assert_same_bits(logits(model), logits(other))
+    learner = dequantized(folder)
+    convert(learner, Float8BlockScaling(), weights="both")
+    learner.load_state_dict(model.state_dict())
+    assert_same_bits(learner.get_parameter(name).detach() * 1, w)
 
 
 def test_dequantized_and_back(folder: Path, tmp_path: Path) -> None:

@@ -120,8 +120,8 @@ def _freeze(changes: Changes, experts: Any, request: Request) -> None:
             w = kept_weight("convert", experts, name)[:2]
         elif experts.is_transposed:
             w = w.mT
-        options = {"weights": request.weights, "is_transposed": experts.is_transposed}
-        freeze_parameter(changes, experts, name, w, request.recipe, dtype, **options)
+        kept_as: Any = request.weights
+        freeze_parameter(changes, experts, name, w, request.recipe, dtype, weights=kept_as)
 
 
 @torch.no_grad()

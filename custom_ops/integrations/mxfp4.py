@@ -134,7 +134,7 @@ def _pack(experts: Any) -> None:
         E, K, N = w.shape
         shapes = (E, N, ceil_div(K, 2)), (E, N, ceil_div(K, MX_BLOCK))
         parts = [torch.empty(shape, dtype=torch.uint8, device=w.device) for shape in shapes]
-        experts.freeze(name, tuple(parts), None, w.dtype, weights="mxfp4", is_transposed=True)
+        experts.freeze(name, tuple(parts), None, w.dtype, weights="mxfp4")
     experts._is_hf_initialized = True  # transformers would draw bytes from a normal distribution
 
 

@@ -131,8 +131,6 @@ class Frozen(NamedTuple):
     """By which high precision is quantized that is loaded; MXFP4 has no options."""
     dtype: torch.dtype
     """Of the high-precision weight, and of what it is dequantized to."""
-    is_transposed: bool = False
-    """Whether the weight in high precision is [E, K, N]."""
 
     @property
     def storage(self) -> Storage:
@@ -144,6 +142,11 @@ class KeepsFrozen(nn.Module):
     """A module some of whose weights may be frozen; see the top of this file."""
 
     _frozen: Mapping[str, Frozen] = {}  # by the parameter's name
+    is_transposed = False
+    """Whether weights in high precision are [E, K, N], as transformers' experts say of themselves.
+
+    Numbers with scales are [E, N, K] in any case.
+    """
 
     @torch.no_grad()
     def freeze(
@@ -154,7 +157,6 @@ class KeepsFrozen(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         weights: str = "fp8",
-        is_transposed: bool = False,
     ) -> None:
         """Make a parameter frozen, or register one.
 
@@ -167,18 +169,15 @@ class KeepsFrozen(nn.Module):
             recipe: by which it is quantized.
             dtype: of the weight that these numbers stand for; that of a weight in high precision.
             weights: the key of a storage.
-            is_transposed: whether state dicts in high precision have it as [E, K, N]. Those are
-                loaded, and :meth:`dequantize` gives one.
 
         Raises:
             RuntimeError: for a wrong shape, dtype or device. The module is then as it was.
         """
         if isinstance(weight, Tensor):
-            frozen = Frozen(weights, recipe, dtype or weight.dtype, is_transposed)
+            frozen = Frozen(weights, recipe, dtype or weight.dtype)
             parts = _quantized(weight, frozen)
         else:
-            frozen = Frozen(weights, recipe, dtype or torch.bfloat16, is_transposed)
-            parts = weight
+            frozen, parts = Frozen(weights, recipe, dtype or torch.bfloat16), weight
         _check_parts(frozen.storage, *map(local_part, parts))
         self._frozen = {**self._frozen, name: frozen}
         for part_name, part in zip((name, name + SCALE), _as_bits(frozen, parts), strict=True):
@@ -244,7 +243,7 @@ class KeepsFrozen(nn.Module):
         values, scale, _ = weight.each(local_part)
         assert scale is not None
         w = frozen.storage.dequantize(values, scale, dtype or frozen.dtype)
-        return distributed_like(own, w.mT if frozen.is_transposed else w)
+        return distributed_like(own, w.mT if self.is_transposed else w)
 
     @torch.no_grad()
     def squared_error(self, name: str, w: Any) -> Tensor:
@@ -349,6 +348,7 @@ class KeepsFrozen(nn.Module):
             q, local_scale = map(local_part, parts)
             _check_parts(storage, q, local_scale)
             plain = storage.dequantize(q, local_scale, dtype)
+            plain = plain.mT.contiguous() if self.is_transposed else plain
             state_dict[key] = distributed_like(w, plain)
         elif w.dtype.itemsize == 1 or (frozen is not None and not w.is_floating_point()):
             raise ValueError(
@@ -363,7 +363,7 @@ class KeepsFrozen(nn.Module):
                 raise ValueError("it is a DTensor where the parameter is none, or the other way")
             w = w.redistribute(own.device_mesh, own.placements) if is_dtensor(own) else w
             w = w.to(own.device) if not own.is_meta else w
-            w = w.mT if frozen.is_transposed else w
+            w = w.mT if self.is_transposed else w
             state_dict[key], state_dict[key + SCALE] = _as_bits(frozen, _quantized(w, frozen))
 
 
