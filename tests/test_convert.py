@@ -9,6 +9,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -194,6 +195,27 @@ def test_recipes(kind: str, recipe: Recipe | None, device: str) -> None:
     expected = run(model, x)
     convert(model, recipe)
     check_near(run(model, x), expected, 0.25)
+
+
+@pytest.mark.parametrize("experts", [GroupedExperts, GptOssExperts])
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
+def test_frozen_weights(weights: Any, experts: Any) -> None:
+    """Those with biases, too: the bits of the same numbers in high precision, beside FP8."""
+    model, x = Sorted(experts(features=64)), torch.randn(T, H)
+    plain = deepcopy(model)
+    convert(model, Float8BlockScaling(), weights=weights)
+    with torch.no_grad():
+        for name in model.experts._frozen:
+            plain.experts.get_parameter(name).copy_(model.experts.dequantize(name))
+    convert(plain, Float8BlockScaling())
+    actual, expected = run(model, x), run(plain, x)
+    learn = [name for name, g in actual.items() if g is not None]
+    assert {"y", "dx"} <= {*learn}
+    for name in learn:
+        if weights == "fp8":
+            assert_same_bits(actual[name], expected[name])
+        else:  # of plain weights FP8 has 3 bits and one scale of 128 x 128
+            check_near({"": actual[name]}, {"": expected[name]}, 0.1)
 
 
 def test_gate_up_saved_in_fp8() -> None:

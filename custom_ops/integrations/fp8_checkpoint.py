@@ -34,7 +34,7 @@ from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.rules import BLOCK, ceil_div
 from grouped_linear.quantized.frozen import STORAGES
-from grouped_linear.quantized.state_dict import SCALE
+from grouped_linear.quantized.state_dict import SCALE, sent_as_bytes
 from grouped_linear.quantized.weight import KEPT, is_dtensor
 
 _TWO_FORMATS = "the model's other modules are quantized in a format of theirs, a checkpoint has one"
@@ -78,7 +78,7 @@ def _state_in_files_dtypes(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     state: dict[str, Any] = model.state_dict()
     for key in [key for key, t in state.items() if t.dtype == torch.uint8 and key + SCALE in state]:
         state[key] = state[key].view(torch.int8)
-        state[key + SCALE] = state[key + SCALE].view(torch.float8_e8m0fnu)
+        state[key + SCALE] = sent_as_bytes(state[key + SCALE].view(torch.float8_e8m0fnu))
     return state, {}
 
 

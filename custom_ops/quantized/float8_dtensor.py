@@ -1,4 +1,4 @@
-"""A DTensor of e4m3 numbers on CPUs. Importing DTensor takes 0.5 s, so who needs it imports this.
+"""A DTensor of float8 on CPUs. Importing DTensor takes 0.5 s, so who needs it imports this.
 
 State dicts have it, see :mod:`grouped_linear.quantized.state_dict`.
 """
@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-from grouped_linear.meta_kernels.rules import E4M3
 
 
 class Float8DTensor(DTensor):
@@ -24,11 +22,11 @@ class Float8DTensor(DTensor):
     ) -> DTensor:
         """As of a DTensor."""
         sent = _viewed(self, torch.uint8).redistribute(device_mesh, placements, **options)
-        return _viewed(sent, E4M3)
+        return _viewed(sent, self.dtype)
 
     def full_tensor(self, **options: Any) -> Tensor:
         """As of a DTensor."""
-        return _viewed(self, torch.uint8).full_tensor(**options).view(E4M3)
+        return _viewed(self, torch.uint8).full_tensor(**options).view(self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Float8DTensor":
         twin = sent_as_bytes(_plain(self, copy.deepcopy(self.to_local(), memo)))
@@ -40,7 +38,7 @@ class Float8DTensor(DTensor):
 
 
 def sent_as_bytes(t: DTensor) -> Float8DTensor:
-    """A DTensor of e4m3 numbers as one whose collectives send bytes; it has the same memory."""
+    """A DTensor of float8 as one whose collectives send bytes; it has the same memory."""
     return Float8DTensor(t.to_local(), t._spec, requires_grad=False)
 
 

@@ -39,8 +39,9 @@ def as_master(own: Any, w: Tensor) -> Tensor:
 
 
 def sent_as_bytes(q: Any) -> Any:
-    """A DTensor whose e4m3 numbers are gathered as bytes on CPUs; any other as it is."""
-    if not is_dtensor(q) or q.dtype != E4M3 or q.device.type != "cpu":
+    """A DTensor of float8 numbers or scales, gathered as bytes on CPUs; any other as it is."""
+    float8 = E4M3, torch.float8_e8m0fnu
+    if not is_dtensor(q) or q.dtype not in float8 or q.device.type != "cpu":
         return q
     from grouped_linear.quantized import float8_dtensor
 

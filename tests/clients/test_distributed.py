@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from grouped_linear import Float8BlockScaling, convert
-from support.compare import assert_same_bits
+from support.compare import assert_same_bits, bits
 from support.devices import HAS_GPU, needs_two_gpus
 from support.gpt_oss import packed, write_checkpoint
 from support.processes import PROCESSES, Checks, Passes, device
@@ -149,6 +149,24 @@ def check_convert(rank: int, directory: Path) -> None:
     compare_logits(load(str(directory), name), expected)
 
 
+def check_quantized(rank: int, directory: Path) -> None:
+    """To MXFP4, after the model is distributed: what one process quantizes and saves."""
+    path, name = prepare(rank, directory), "grouped_linear"
+    model, whole = load(path, name, **SHARED, **EP), load(path, name)
+    errors = [convert(one, weights="mxfp4").converted[0].error for one in (model, whole)]
+    assert 0.1 < errors[0] < 0.12 > errors[1] > 0.1  # of these experts, of all
+    with torch.no_grad():
+        compare_logits(model, whole(input_ids=ids()).logits)
+    model.save_pretrained(directory / "ours")
+    if rank == 0:
+        whole.save_pretrained(directory / "whole")
+    dist.barrier()
+    files = [load_file(directory / d / "model.safetensors") for d in ("ours", "whole")]
+    assert files[0].keys() == files[1].keys()
+    for key, t in files[1].items():
+        assert_same_bits(bits(files[0][key]), bits(t))
+
+
 def check_fp8_checkpoint(rank: int, directory: Path) -> None:
     """Saved by one process, loaded with whole experts on each."""
     path, name = prepare(rank, directory), "grouped_linear_fp8"
@@ -208,6 +226,7 @@ CHECKS: Checks = {
     **{f"{name}_{way}": partial(check_losses, name, way) for name in NAMES for way in WAYS},
     "own_dispatch": check_own_dispatch,
     "convert": check_convert,
+    "quantized": check_quantized,
     "fp8_checkpoint": check_fp8_checkpoint,
     "mxfp4_checkpoint": check_mxfp4_checkpoint,
     "refused": check_refused,

@@ -93,7 +93,7 @@ def _check_gradients(
 
 
 WAYS: dict[str, tuple[Callable[[Any, Path], Any], tuple[Any, ...]]] = {
-    "adapters": (converted, (None, "fp8", "both")),
+    "adapters": (converted, (None, "fp8", "mxfp4", "both")),
     "adapters on a checkpoint in FP8": (loaded_in_fp8, (None, "fp8")),
 }
 CHECKS: Checks = {
