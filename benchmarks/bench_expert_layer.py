@@ -8,8 +8,7 @@ is installed, which is not compiled. Ours chooses experts with ops.topk_experts,
 torch.topk. Kept is what is allocated between forward and backward besides x, the output and the
 parameters; peak is the most that is allocated during both.
 
-With --write the rows replace those of the same shapes in benchmarks/results/, of which
-benchmarks.front_page makes the README's table and picture.
+With --write the rows replace those of the same shapes in benchmarks/results/.
 """
 
 import argparse

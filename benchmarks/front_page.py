@@ -6,7 +6,7 @@ They are made of benchmarks/results/, written on the GPU by
 
     python -m benchmarks.bench_training_step --write  # steps of an expert layer
     python -m benchmarks.compiled_vs_eager --write    # steps of a model
-    python -m benchmarks.bench_lora --compile         # steps of its adapters
+    python -m benchmarks.bench_lora --compile         # steps of adapters
     python -m benchmarks.demo --write                 # the losses
 
 Speed is torch's time over a layer's, the median of the rounds of one run.
@@ -60,9 +60,17 @@ def demos(gpu: str) -> list[Path]:
 
 
 def table(gpu: str) -> str:
-    """The README's: torch's time and ours in FP8, of layers, a whole model, and its adapters."""
+    """The README's: torch's time and ours, of layers, a whole model, and adapters."""
     cells = [["a training step", "torch, BF16", "ours, FP8"]]
-    for what, *pair in (*_layers(gpu), _whole_model(gpu), _adapters(gpu)):
+    adapters = (
+        _adapters(f"compiled_{gpu}", "the same four: LoRA on attention and experts", "ours, FP8"),
+        _adapters(
+            f"gpt_oss_20b_compiled_{gpu}",
+            f"{label('gpt_oss_20b')}, four layers: LoRA, ours in MXFP4",
+            "ours, MXFP4",
+        ),
+    )
+    for what, *pair in (*_layers(gpu), _whole_model(gpu), *adapters):
         cells.append([what, *(f"{ms:.1f} ms, {gib:.1f} GiB" for ms, gib in pair)])
     return timing.markdown(cells)
 
@@ -91,14 +99,14 @@ def _whole_model(gpu: str) -> Row:
     return f"{label(WHOLE_MODEL)}: four whole layers", *times
 
 
-def _adapters(gpu: str) -> Row:
-    """A step of PEFT's adapters over BF16, and of ours over experts frozen in FP8."""
-    text = (timing.RESULTS / f"bench_lora_compiled_{gpu}.md").read_text()
+def _adapters(record: str, what: str, ours: str) -> Row:
+    """A step of PEFT's adapters over BF16, and of ours over frozen experts."""
+    text = (timing.RESULTS / f"bench_lora_{record}.md").read_text()
     lines = (line.strip("|").split("|") for line in text.splitlines() if line.startswith("|"))
     found = {tuple(map(str.strip, line[:2])): line for line in lines}
-    pair = (found["attention and experts", by] for by in ("PEFT, BF16", "ours, FP8"))
+    pair = (found["attention and experts", by] for by in ("PEFT, BF16", ours))
     times = ((float(row[2]), float(row[5])) for row in pair)
-    return "the same four, LoRA on attention and experts", *times
+    return what, *times
 
 
 def whole_table(rows: Rows) -> str:
