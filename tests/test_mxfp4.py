@@ -61,22 +61,45 @@ def test_products_of_every_code_beside_every_scale(
 ) -> None:
     """A product with one 1 a row is the number in BF16, where no other of its sum is infinite."""
     q, scale = every_code_and_scale()
+    q, scale = q.repeat(1, 1, 9), scale.repeat(1, 1, 9)  # that kernel has a stage of 8, and a rest
     w = reference.dequantize_mxfp4(q, scale).float().to(BF16)
     reduced = w.size(2) if transpose_b else w.size(1)
-    ones = torch.eye(reduced, dtype=BF16)[:rows]
+    of_rows = torch.arange(rows) * 17 % reduced
+    ones = torch.eye(reduced, dtype=BF16)[of_rows]
     y = ops.grouped_mm_mxfp4(
         ones.repeat(256, 1).to(device),
         q.to(device),
         scale.to(device),
-        torch.arange(len(ones), 256 * len(ones) + 1, len(ones), dtype=torch.int32, device=device),
+        torch.arange(rows, 256 * rows + 1, rows, dtype=torch.int32, device=device),
         out_dtype=torch.float32,
         transpose_b=transpose_b,
     ).cpu()
-    numbers = (w.mT if transpose_b else w)[:, : len(ones)].float()
+    numbers = (w.mT if transpose_b else w)[:, of_rows].float()
     held = w.isfinite().all(2 if transpose_b else 1)[:, None].expand_as(numbers)
     y = y.view(numbers.shape)
     assert torch.equal(y[held], numbers[held])
     assert y[~held].isnan().any()
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm_mxfp4")[1:])
+@pytest.mark.parametrize("r", [0, 32])
+def test_few_rows_have_the_bits_of_many(device: str, r: int) -> None:
+    """A GPU has a kernel of its own for at most 16 rows a group, on average."""
+    few = torch.tensor([1, 0, 8, 9, 33, 0, 0, 0])
+    many = few + 64
+    N, K, total = 48, 2880, int(many.sum())
+    rows = torch.cat([e + torch.arange(n) for e, n in zip(many.cumsum(0) - many, few, strict=True)])
+    q, scale = ops.quantize_mxfp4(torch.randn(len(few), N, K, device=device))
+    a, a_low = (torch.randn(total, k, dtype=BF16, device=device) for k in (K, r))
+    b_low = torch.randn(len(few), r, N, dtype=BF16, device=device)
+
+    def multiply(sizes: Tensor, rows: Tensor) -> Tensor:
+        low: Any = {"a_low": a_low[rows], "b_low": b_low} if r > 0 else {}
+        offs = sizes.cumsum(0).int().to(device)
+        return ops.grouped_mm_mxfp4(a[rows], q, scale, offs, out_dtype=torch.float32, **low)
+
+    rows = rows.to(device)
+    assert_same_bits(multiply(few, rows), multiply(many, torch.arange(total, device=device))[rows])
 
 
 @DEVICES

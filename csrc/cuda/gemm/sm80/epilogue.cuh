@@ -128,21 +128,4 @@ __device__ __forceinline__ void run_epilogue(Accumulators<Config>& accum,
   }
 }
 
-// M-grouped: zeros in the rows that belong to no group. By all blocks of the grid.
-__device__ __forceinline__ void zero_tail_rows(const EpilogueArguments& args,
-                                               const GroupTable& groups, const GemmShape& shape) {
-  const int64_t row_bytes = int64_t{shape.cols} * (args.type == OutputType::kFloat ? 4 : 2);
-  const int64_t begin = groups.row_end[shape.E - 1] * row_bytes, end = shape.T * row_bytes;
-  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const int64_t threads = int64_t{gridDim.x} * blockDim.x;
-  char* out = static_cast<char*>(args.out);
-  if (args.aligned) {
-    for (int64_t at = begin + thread * 16; at < end; at += threads * 16)
-      *reinterpret_cast<uint4*>(out + at) = make_uint4(0, 0, 0, 0);
-  } else {
-    for (int64_t at = begin + thread * 2; at < end; at += threads * 2)
-      *reinterpret_cast<uint16_t*>(out + at) = 0;
-  }
-}
-
 }  // namespace grouped_linear::cuda::sm80

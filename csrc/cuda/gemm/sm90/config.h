@@ -31,7 +31,7 @@ constexpr TileShape kTile16Bit{128, 256, 64, 3, 2};
 constexpr TileShape kTile16BitDeep{128, 192, 64, 4, 2};  // see gemm_16bit.cu
 constexpr TileShape kTile16BitKGrouped{128, 256, 32, 6, 2};
 constexpr TileShape kTileFp8{128, 192, 128, 4, 2};
-constexpr TileShape kTileMxfp4{256, 128, 64, 4, 2}, kTileMxfp4FewRows{64, 192, 64, 6, 2};
+constexpr TileShape kTileMxfp4{256, 128, 64, 4, 2};
 constexpr int kNarrowTileN = 64;
 
 constexpr int kTileM = 128;
@@ -151,7 +151,7 @@ struct GemmConfig {
   // column, because TMA takes longer for twice as many lines of 32. An MN-major one has a k-block.
   static constexpr int kPackedK = kBMajor == Major::kK ? 128 : kTileK;
   static constexpr int kPackedBytes = kTileN * kPackedK / 2;
-  static constexpr int kPackedStages = kTileM < 128 ? 10 : kBMajor == Major::kK ? 2 : 4;
+  static constexpr int kPackedStages = kBMajor == Major::kK ? 2 : 4;
   // Its scales are bfloat16: K-major a pair of them for each column and k-block, MN-major 64 for each
   // 32 columns.
   static constexpr int kScaleBytes = kBMajor == Major::kK ? 8 * kTileN : kTileN / 32 * 128;

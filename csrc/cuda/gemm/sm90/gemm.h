@@ -15,6 +15,9 @@ void run_low_rank(const Launch& launch, const GroupedGemm& gemm);
 // output's columns are w's rows (kK, fprop) or its columns (kMN, dgrad). gemm_mxfp4.cu
 void run_mxfp4(const Launch& launch, const GroupedGemm& gemm, Major b_major);
 
+// fprop in BF16 of such a weight whose groups have few rows. gemm_mxfp4_few_rows.cu
+void run_mxfp4_few_rows(const Launch& launch, const GroupedGemm& gemm);
+
 // With SwiGLU or its gradient in the epilogue, where there is such a kernel. gemm_swiglu.cu
 bool has_swiglu(const GroupedGemm& gemm, const SwigluForm& form);
 bool has_swiglu_grad(const GroupedGemm& gemm, const SwigluForm& form);

@@ -11,8 +11,8 @@ namespace {
 
 using Bf16 = __nv_bfloat16;
 
-template <Major b_major, bool low_rank, TileShape tile>
-using Mxfp4Gemm = GemmConfig<Bf16, Mxfp4<Bf16, tile.m>,
+template <Major b_major, bool low_rank>
+using Mxfp4Gemm = GemmConfig<Bf16, Mxfp4<Bf16, kTileMxfp4.m>,
                              GemmTraits{.grouping = Grouping::kM,
                                         .scaling = Scaling::kNone,
                                         .a_major = Major::kK,
@@ -20,8 +20,8 @@ using Mxfp4Gemm = GemmConfig<Bf16, Mxfp4<Bf16, tile.m>,
                                         .gathers = false,
                                         .transposed = false,
                                         .store_work = StoreWork::kStore,
-                                        .tile_n = tile.n,
-                                        .stages = tile.stages,
+                                        .tile_n = kTileMxfp4.n,
+                                        .stages = kTileMxfp4.stages,
                                         .low_rank = low_rank}>;
 
 // The scales of w [E, N, K] in the order in which the kernel loads them.
@@ -42,10 +42,10 @@ Tensor ordered_scales(const Launch& launch, const GroupedGemm& gemm, Major major
   return out;
 }
 
-template <Major major, bool low_rank, TileShape tile>
+template <Major major, bool low_rank>
 void launch_mxfp4(const Launch& launch, const GroupedGemm& gemm) {
-  using Gemm = Mxfp4Gemm<major, low_rank, tile>;
-  static_assert(Gemm::kTileM == tile.m && Gemm::kTileK == tile.k);
+  using Gemm = Mxfp4Gemm<major, low_rank>;
+  static_assert(Gemm::kTileM == kTileMxfp4.m && Gemm::kTileK == kTileMxfp4.k);
   constexpr bool k_major = major == Major::kK;
   const char* op = launch.op();
   const GemmShape& shape = gemm.shape;
@@ -129,16 +129,14 @@ void run_mxfp4(const Launch& launch, const GroupedGemm& in, Major major) {
   if (in.a.scalar_type() != ScalarType::BFloat16)
     return sm90::run_grouped_gemm(launch, with_numbers(in, major));
   const GroupedGemm gemm = gather_before(launch, in);
-  // Where groups have few rows, the weight's bytes bound a GEMM. Small tiles of rows leave room for
-  // more of them on their way.
-  const bool few = gemm.shape.T <= 16 * gemm.shape.E;
+  // Where groups have few rows, the weight's bytes bound a GEMM. Training, where dgrad is, has more.
+  if (major == Major::kK && gemm.shape.T <= 16 * gemm.shape.E)
+    return run_mxfp4_few_rows(launch, gemm);
   const auto run = [&]<bool low_rank>() {
-    if (major == Major::kMN)
-      launch_mxfp4<Major::kMN, low_rank, kTileMxfp4>(launch, gemm);
-    else if (few)
-      launch_mxfp4<Major::kK, low_rank, kTileMxfp4FewRows>(launch, gemm);
+    if (major == Major::kK)
+      launch_mxfp4<Major::kK, low_rank>(launch, gemm);
     else
-      launch_mxfp4<Major::kK, low_rank, kTileMxfp4>(launch, gemm);
+      launch_mxfp4<Major::kMN, low_rank>(launch, gemm);
   };
   if (gemm.low.a)
     run.template operator()<true>();

@@ -25,8 +25,7 @@
 // The blocks of a cluster do not share b, whose bytes are few. Math warps store their part of a tile
 // themselves: their buffers are not written again before the next tile ends.
 //
-// Where groups have few rows the packed bytes bound it. Tiles of 64 rows and 192 columns leave room
-// for a longer ring of packed tiles, and have three math warpgroups (gemm_mxfp4.cu).
+// Where groups have few rows, kernel_mxfp4_few_rows.cuh takes its place.
 #pragma once
 
 #include "cuda/common/elements.cuh"
@@ -44,11 +43,6 @@ constexpr int kMxfp4MathRegisters =
     (Config::kThreads / 128 * ((1 << 16) / Config::kThreads / 8 * 8) - kMxfp4HelperRegisters) /
     Config::kMathWarpgroups / 8 * 8;
 
-__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
-  uint32_t bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
-  return bytes;
-}
 __device__ __forceinline__ uint4 ld_shared_uint4(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -77,12 +71,6 @@ __device__ __forceinline__ void decode_four(uint32_t codes, uint32_t& low, uint3
   // The bytes of 0, 0.5, 1, 1.5, 2, 3, 4, 6.
   low = prmt(0xc0800000, 0xc0804000, selector);
   high = prmt(0x3f3f3f00, 0x40404040, selector) | signs;
-}
-
-__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
-  uint32_t product;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-  return product;
 }
 
 // By one warp: loads packed tiles, and their scales.
@@ -447,17 +435,10 @@ __device__ void multiply_tiles(SharedStorage<Config>& shared, const TensorMaps& 
       }
     };
     const int tile_rows = tile.row_end - tile.row;
-    if constexpr (Config::kTileM > 64) {
-      if (tile_rows > 128)
-        multiply(Int<256>());
-      else
-        multiply(Int<128>());
-    } else {
-      if (tile_rows > 16)
-        multiply(Int<64>());
-      else
-        multiply(Int<16>());
-    }
+    if (tile_rows > 128)
+      multiply(Int<256>());
+    else
+      multiply(Int<128>());
     switch (epilogue.type) {
       case OutputType::kBFloat16:
         store_part<__nv_bfloat16>(accum, shared, maps, epilogue, shape, tile, weight, warpgroup);

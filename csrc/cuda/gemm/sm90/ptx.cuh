@@ -312,7 +312,15 @@ GROUPED_LINEAR_STORE(tma_store, "cp.async.bulk.tensor", ".tile")
 GROUPED_LINEAR_STORE(tma_reduce_add, "cp.reduce.async.bulk.tensor", ".add.tile")
 #undef GROUPED_LINEAR_STORE
 
-// A copy of consecutive bytes, without a tensor map.
+// Copies of consecutive bytes, without a tensor map.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes,
+                                          uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem_address(to)),
+      "l"(from), "r"(bytes), "r"(smem_address(barrier))
+      : "memory");
+}
 __device__ __forceinline__ void bulk_store(void* to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(smem_address(from)), "r"(bytes)
@@ -327,6 +335,22 @@ __device__ __forceinline__ void bulk_commit() {
 template <int in_flight>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(in_flight) : "memory");
+}
+
+// --- words ---------------------------------------------------------------------------------------
+
+// Four of eight bytes, by selectors of four bits.
+__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+  return bytes;
+}
+
+// Two products in bfloat16. Subnormal numbers stay what they are.
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
 }
 
 // --- warps and registers -------------------------------------------------------------------------

@@ -46,8 +46,6 @@ __device__ __forceinline__ uint32_t smem_descriptor_low(const void* pointer,
 #define GROUPED_LINEAR_D16(i)                                               \
   GROUPED_LINEAR_D4(i), GROUPED_LINEAR_D4(i + 4), GROUPED_LINEAR_D4(i + 8), \
       GROUPED_LINEAR_D4(i + 12)
-#define GROUPED_LINEAR_D16_COLUMNS GROUPED_LINEAR_D4(0), GROUPED_LINEAR_D4(4)
-#define GROUPED_LINEAR_R16_COLUMNS "%0, %1, %2, %3, %4, %5, %6, %7"
 #define GROUPED_LINEAR_D64 GROUPED_LINEAR_D16(0), GROUPED_LINEAR_D16(16)
 #define GROUPED_LINEAR_D128 GROUPED_LINEAR_D64, GROUPED_LINEAR_D16(32), GROUPED_LINEAR_D16(48)
 #define GROUPED_LINEAR_D192 GROUPED_LINEAR_D128, GROUPED_LINEAR_D16(64), GROUPED_LINEAR_D16(80)
@@ -125,31 +123,22 @@ __device__ __forceinline__ void wgmma(float (&d)[n / 2], uint64_t a, uint64_t b,
 // rows lane / 4 and 8 below in turn, elements 2 (lane % 4) and the next, then the ones 8 further on.
 template <int n, int count>
 __device__ __forceinline__ void wgmma_registers(float (&d)[count], const uint32_t* a, uint64_t b) {
-  static_assert(n == 16 || n == 64 || n == 128 || n == 256);
-#define GROUPED_LINEAR_WGMMA_A(n, a0, a1, a2, a3, b_at) \
-  GROUPED_LINEAR_WGMMA_A_OF(n, GROUPED_LINEAR_R##n, GROUPED_LINEAR_D##n, a0, a1, a2, a3, b_at)
-#define GROUPED_LINEAR_WGMMA_A_OF(n, registers, operands, a0, a1, a2, a3, b_at)             \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #n                                       \
-               "k16.f32.bf16.bf16 "                                                         \
-               "{" registers "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b_at ", 1, 1, 1, 0;\n" \
-               : operands                                                                   \
+  static_assert(n == 128 || n == 256);
+#define GROUPED_LINEAR_WGMMA_A(n, a0, a1, a2, a3, b_at)                             \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #n                               \
+               "k16.f32.bf16.bf16 "                                                 \
+               "{" GROUPED_LINEAR_R##n "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b_at \
+                                       ", 1, 1, 1, 0;\n"                            \
+               : GROUPED_LINEAR_D##n                                                \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-  if constexpr (n == 16)
-    GROUPED_LINEAR_WGMMA_A_OF(16, GROUPED_LINEAR_R16_COLUMNS, GROUPED_LINEAR_D16_COLUMNS, "%8",
-                              "%9", "%10", "%11", "%12");
-  else if constexpr (n == 64)
-    GROUPED_LINEAR_WGMMA_A(64, "%32", "%33", "%34", "%35", "%36");
-  else if constexpr (n == 128)
+  if constexpr (n == 128)
     GROUPED_LINEAR_WGMMA_A(128, "%64", "%65", "%66", "%67", "%68");
   else
     GROUPED_LINEAR_WGMMA_A(256, "%128", "%129", "%130", "%131", "%132");
-#undef GROUPED_LINEAR_WGMMA_A_OF
 #undef GROUPED_LINEAR_WGMMA_A
 }
 
 #undef GROUPED_LINEAR_WGMMA_N
-#undef GROUPED_LINEAR_R16_COLUMNS
-#undef GROUPED_LINEAR_D16_COLUMNS
 #undef GROUPED_LINEAR_R256
 #undef GROUPED_LINEAR_R192
 #undef GROUPED_LINEAR_R128
