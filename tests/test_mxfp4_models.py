@@ -278,6 +278,23 @@ def test_saved_as_deepseek_v4_is_published(family: str, tmp_path: Path) -> None:
         assert_same_bits(bits(again[name]), bits(t))
 
 
+def test_saved_with_layers_in_high_precision(tmp_path: Path) -> None:
+    """Where a pattern of recipes says None; beside FP8 there is no format."""
+    model = model_of("qwen3_moe", num_hidden_layers=2)
+    convert(model, weights="mxfp4", recipes={"model.layers.1.*": None})
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    for layer, dtype in enumerate((torch.int8, BF16)):
+        name = f"model.layers.{layer}.mlp.experts"
+        assert saved[f"{name}.0.up_proj.weight"].dtype == dtype
+        assert (name in config["modules_to_not_convert"]) == (dtype == BF16)
+    convert(model, Float8BlockScaling(), weights="fp8", recipes={"model.layers.0.*": None})
+    assert "a checkpoint has one: save the model before it is converted" in sentence(
+        lambda: model.save_pretrained(tmp_path)
+    )
+
+
 def test_what_transformers_cannot_save(tmp_path: Path) -> None:
     model = in_mxfp4("gpt_oss")
     assert sentence(lambda: model.save_pretrained(tmp_path)) == (

@@ -93,7 +93,7 @@ class AnyConfig:
         (r"act", "silu"),
         (r"eps", 1e-6),
         (r"limit|alpha|softcap|multiplier|scal", 1.5),
-        (r"intermediate|ffn", 48),
+        (r"intermediate|ffn", 64),
         (r"size|dim", 32),
     ]
 
