@@ -22,7 +22,7 @@ from grouped_linear.integrations.converted_class import is_converted
 from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.look_alikes import look_alikes
 from grouped_linear.integrations.request import Changes, Request, warn_of_others_that_hold
-from grouped_linear.integrations.wrappers import adapted
+from grouped_linear.integrations.wrappers import adapted, have_peft_ask
 from grouped_linear.nn.checks import check_flags, check_recipe
 from grouped_linear.quantized.weight import Weights, check_weights_kept
 from grouped_linear.recipes import Float8BlockScaling, Recipe
@@ -127,8 +127,9 @@ def convert(
         hugging_face.convert(model, of_transformers, request, changes)
     for name, module in of_torchtitan.items():
         grouped_experts.convert(module, request.of(name), changes)
+    have_peft_ask()
     if adapted(model):
-        import grouped_linear.integrations.peft  # noqa: F401  (which has PEFT ask before it merges)
+        import grouped_linear.integrations.peft  # noqa: F401  (PEFT wraps experts already)
     warn_of_others_that_hold(changes)
     return _report(model, found, request, changes)
 

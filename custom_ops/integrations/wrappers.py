@@ -1,11 +1,12 @@
 """Modules that other libraries put around a module and that call it: the module inside of them."""
 
 from collections.abc import Iterator
+from functools import cache
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from grouped_linear.quantized.frozen import KeepsFrozen
+from grouped_linear.quantized.frozen import KeepsFrozen, on_freeze
 
 #: By a wrapper's class, or a base of it, the submodule that it calls. Names, so that nothing is
 #: imported for them. FSDP2 is none: it changes a module's class and leaves the module where it is.
@@ -21,14 +22,23 @@ WRAPPERS = {
 }
 
 
-def _have_peft_ask(module: nn.Module, name: str, inside: nn.Module | None) -> None:
-    """Where PEFT wraps a module that may be in few bits, have it ask before it merges adapters."""
+@cache
+def have_peft_ask() -> None:
+    """From now on have PEFT ask before it merges adapters into weights that are in few bits.
+
+    A hook of torch sees PEFT wrap a module, and PEFT is imported here then, for no one else.
+    Importing this package changes nothing of torch's, so this waits for the first such weights.
+    """
+    register_module_module_registration_hook(_on_registration)
+
+
+on_freeze.append(have_peft_ask)
+
+
+def _on_registration(module: nn.Module, name: str, inside: nn.Module | None) -> None:
     of_peft = name == "base_layer" and type(module).__module__.startswith("peft.")
     if of_peft and (isinstance(inside, KeepsFrozen) or type(inside).__name__ == "FP8Experts"):
         import grouped_linear.integrations.peft  # noqa: F401
-
-
-register_module_module_registration_hook(_have_peft_ask)
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:

@@ -138,6 +138,10 @@ class Frozen(NamedTuple):
         return STORAGES[self.weights]
 
 
+#: Called where a module gets frozen weights, by itself or as a copy or pickle of another.
+on_freeze: list[Callable[[], None]] = []
+
+
 class KeepsFrozen(nn.Module):
     """A module some of whose weights may be frozen; see the top of this file."""
 
@@ -179,9 +183,16 @@ class KeepsFrozen(nn.Module):
         else:
             frozen, parts = Frozen(weights, recipe, dtype or torch.bfloat16), weight
         _check_parts(frozen.storage, *map(local_part, parts))
+        for call in on_freeze:
+            call()
         self._frozen = {**self._frozen, name: frozen}
         for part_name, part in zip((name, name + SCALE), _as_bits(frozen, parts), strict=True):
             self.register_parameter(part_name, nn.Parameter(part, requires_grad=False))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for call in on_freeze if state.get("_frozen") else ():
+            call()
+        super().__setstate__(state)
 
     def frozen_weight(self, name: str) -> QuantizedWeight | None:
         """Numbers and scales of a frozen weight, in the parameters' memory; None of another.
