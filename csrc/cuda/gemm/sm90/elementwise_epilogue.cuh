@@ -110,8 +110,6 @@ struct ElementwiseEpilogue {
 
   static __device__ void prefetch(const TensorMaps& maps) { prefetch_tensor_map(&maps.out); }
 
-  static __device__ __forceinline__ bool writes_empty_groups(const Arguments&) { return true; }
-
   template <typename Config, typename Params, typename Sync>
   static __device__ __forceinline__ void apply(float (&accum)[Config::kTileN / 2],
                                                SharedStorage<Config>& shared, const Params& params,
@@ -192,22 +190,11 @@ struct SwigluForward {
     using T = typename Config::A;
     static_assert(interleaved != Config::kGated);
     if (args.bias == nullptr) return;
-    constexpr int half = Config::kTileN / 2;
-    const int F = shape.cols / 2;
     const T* bias = static_cast<const T*>(args.bias) + tile.group * args.bias_stride;
-    if constexpr (interleaved) return sm90::add_bias<T, Config>(accum, bias, tile.col, shape.cols);
-    const int col = tile.col / 2 + 2 * (threadIdx.x % 4);
-#pragma unroll
-    for (int j = 0; j < Config::kTileN / 8; ++j) {
-      const int at = col + 8 * j % half;
-      if (at >= F) continue;
-      const T* pair = bias + (8 * j < half ? 0 : F) + at;
-      const float x = static_cast<float>(pair[0]), y = static_cast<float>(pair[1]);
-      accum[accumulator_of<Config>(4 * j + 0)] += x;
-      accum[accumulator_of<Config>(4 * j + 1)] += y;
-      accum[accumulator_of<Config>(4 * j + 2)] += x;
-      accum[accumulator_of<Config>(4 * j + 3)] += y;
-    }
+    constexpr int parts = interleaved ? 1 : 2;
+    const int cols = interleaved ? shape.cols : shape.cols / 2;
+    sm90::add_bias<T, Config, Config::kTileN / parts>(accum, bias,
+                                                      interleaved ? tile.col : tile.col / 2, cols);
   }
 
   template <typename Config>

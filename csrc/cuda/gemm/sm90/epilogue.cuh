@@ -10,7 +10,6 @@
 //   kRegisters           that a store warp's threads need; the producer may need more
 //   subtiles             rounds through the buffers that a tile takes
 //   prefetch             once a kernel: prefetches the output's tensor map
-//   writes_empty_groups  K-grouped: whether a tile without k-blocks is written, as zeros
 //   apply                one warpgroup's kWgmmaM x kTileN accumulators: fills the buffers, subtile
 //                        by subtile, each inside sync(subtile, fill)
 //   run_store_warp       by a thread of a store warp, or with elementwise work by the whole warp:
@@ -38,15 +37,17 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// Adds one group's bias [cols] to a thread's accumulators; col: the tile's first column.
-template <typename T, typename Config>
+// Adds one group's bias [cols] to a thread's accumulators; col: the tile's first column. A tile of
+// gate and up has part_cols columns of each, from col on, and up's bias follows gate's.
+template <typename T, typename Config, int part_cols = Config::kTileN>
 __device__ __forceinline__ void add_bias(float (&accum)[Config::kTileN / 2], const T* bias, int col,
                                          int cols) {
 #pragma unroll
   for (int j = 0; j < Config::kTileN / 8; ++j) {
-    const int at = col + 8 * j + 2 * (threadIdx.x % 4);
+    const int at = col + 8 * j % part_cols + 2 * (threadIdx.x % 4);
     if (at >= cols) continue;
-    const float x = static_cast<float>(bias[at]), y = static_cast<float>(bias[at + 1]);
+    const T* pair = (8 * j < part_cols ? bias : bias + cols) + at;
+    const float x = static_cast<float>(pair[0]), y = static_cast<float>(pair[1]);
     accum[accumulator_of<Config>(4 * j + 0)] += x;
     accum[accumulator_of<Config>(4 * j + 1)] += y;
     accum[accumulator_of<Config>(4 * j + 2)] += x;
@@ -280,11 +281,7 @@ struct LinearEpilogue {
 
   static __device__ void prefetch(const TensorMaps& maps) { prefetch_tensor_map(&maps.out); }
 
-  static __device__ __forceinline__ bool writes_empty_groups(const Arguments& args) {
-    return overwrites(args);
-  }
-
-  // overwrite: writes_empty_groups(args), read once a kernel. sync(subtile, fill): waits until the
+  // overwrite: whether out is overwritten, read once a kernel. sync(subtile, fill): waits until the
   // warpgroup's buffers are empty (or hold what is added to), calls fill, and tells the store warp.
   template <typename Config, typename Params, typename Sync>
   static __device__ __forceinline__ void apply(float (&accum)[Config::kTileN / 2],

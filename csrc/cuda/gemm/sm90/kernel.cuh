@@ -75,7 +75,7 @@ __device__ void compute_tiles(SharedStorage<Config>& shared, const Params& param
                           static_cast<int>(threadIdx.x % 32)};
   ConsumerPipeline<Config> pipeline(shared, thread.lane);
   auto& state = pipeline.state;
-  const bool overwrite = !Config::kKGrouped || Epilogue::writes_empty_groups(epilogue);
+  const bool overwrite = !Config::kKGrouped || overwrites(epilogue);
   const WgmmaOperands<Config> operands(shared.stages[0].a, shared.stages[0].b, thread.warpgroup);
   for (int number = 0;; ++number) {
     const auto sync = [&](int subtile, const auto& fill) {
