@@ -190,6 +190,14 @@ def is_frozen(experts: Any) -> bool:
     return isinstance(experts, KeepsFrozen) and len(experts._frozen) > 0
 
 
+def dtype_of_kept(experts: Any, name: str) -> torch.dtype:
+    """The dtype that a weight in few bits stands for."""
+    frozen = experts._frozen if isinstance(experts, KeepsFrozen) else {}
+    if name in frozen:
+        return frozen[name].dtype
+    return getattr(experts.config, "dtype", None) or torch.get_default_dtype()
+
+
 def kept_weight(where: str, experts: Any, name: str) -> QuantizedWeight:
     """The numbers and scales of a weight in few bits.
 

@@ -17,6 +17,7 @@ from grouped_linear.integrations.converted_class import convert_class, is_conver
 from grouped_linear.integrations.experts_forward import (
     check_activation,
     check_recipe_reads,
+    dtype_of_kept,
     is_frozen,
     kept_weight,
     set_own_recipe,
@@ -116,7 +117,7 @@ def _freeze(changes: Changes, experts: Any, request: Request) -> None:
         w: Any = experts.get_parameter(name)
         dtype = w.dtype
         if isinstance(experts, FP8Experts):
-            dtype = getattr(experts.config, "dtype", None) or torch.get_default_dtype()
+            dtype = dtype_of_kept(experts, name)
             w = kept_weight("convert", experts, name)[:2]
         elif experts.is_transposed:
             w = w.mT

@@ -22,7 +22,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from grouped_linear.integrations.converted_class import class_before
 from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.experts_forward import (
-    is_frozen,
+    dtype_of_kept,
     kept_weight,
     storage_of,
     weight_names,
@@ -272,12 +272,12 @@ class ParamWrapper(lora.ParamWrapper):
     def _move_adapter_to_device_of_base_layer(
         self, adapter_name: str, device: torch.device | None = None
     ) -> None:
-        """New factors have the dtype of the weight, which a frozen one's bytes do not show."""
+        """New factors have the dtype of the weight, which one in few bits does not show."""
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
-        experts = self.get_base_layer()
-        if is_frozen(experts) and self.parameter_name in experts._frozen:
+        experts, name = self.get_base_layer(), self.parameter_name
+        if storage_of(experts) is not None and name in weight_names(experts):
             for factors in (self.lora_A, self.lora_B):
-                factors[adapter_name].to(experts._frozen[self.parameter_name].dtype)
+                factors[adapter_name].to(dtype_of_kept(experts, name))
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The experts' forward, with the active adapters as an argument.

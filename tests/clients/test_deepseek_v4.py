@@ -131,6 +131,14 @@ def test_adapters(folder: Path, weights: Any, tmp_path: Path) -> None:
         assert_same_bits(files[1][name], t)
 
 
+@pytest.mark.parametrize("weights", [None, "mxfp4"])
+def test_dtype_of_adapters(folder: Path, weights: Any) -> None:
+    """The model's 16 bits where PEFT does not cast to float32; bytes show no dtype."""
+    config = for_packed_experts(config_of(target_modules=["q_a_proj"]))
+    model = peft.get_peft_model(packed(folder, None, weights), config, autocast_adapter_dtype=False)
+    assert {p.dtype for n, p in model.named_parameters() if ".lora_" in n} == {BF16}
+
+
 def test_compiled(folder: Path) -> None:
     experts = experts_of(packed(folder))[0]
     compiled = torch.compile(experts, fullgraph=True)
