@@ -102,6 +102,28 @@ def test_few_rows_have_the_bits_of_many(device: str, r: int) -> None:
     assert_same_bits(multiply(few, rows), multiply(many, torch.arange(total, device=device))[rows])
 
 
+@pytest.mark.parametrize("device", devices("grouped_mm_mxfp4")[1:])
+@pytest.mark.parametrize("r", [0, 80])
+def test_fp8_rows_have_the_bits_of_many(device: str, r: int) -> None:
+    """A GPU decodes beside the products up to 512 rows a group on average, else before them."""
+    few, many = torch.tensor([300, 0, 257, 95]), torch.tensor([1100, 0, 900, 95])
+    N, K, total = 208, 2880, int(many.sum())
+    rows = torch.cat([e + torch.arange(n) for e, n in zip(many.cumsum(0) - many, few, strict=True)])
+    q, scale = ops.quantize_mxfp4(torch.randn(len(few), N, K, device=device))
+    scale -= torch.arange(N, device=device)[:, None].remainder(40).to(torch.uint8)
+    a, a_low = (torch.randn(total, k, dtype=BF16, device=device) for k in (K, r))
+    b_low = torch.randn(len(few), r, N, dtype=BF16, device=device)
+
+    def multiply(sizes: Tensor, rows: Tensor) -> Tensor:
+        low: Any = {"a_low": a_low[rows], "b_low": b_low} if r > 0 else {}
+        offs = sizes.cumsum(0).int().to(device)
+        x = ops.group_quantize(a[rows], offs)
+        return ops.grouped_mm_mxfp4(x.q, q, scale, offs, scale_a=x.scale, **low)
+
+    rows = rows.to(device)
+    assert_same_bits(multiply(few, rows), multiply(many, torch.arange(total, device=device))[rows])
+
+
 @DEVICES
 @pytest.mark.parametrize("transpose_b", [True, False])
 def test_e4m3_of_every_code_and_distance(device: str, transpose_b: bool) -> None:
