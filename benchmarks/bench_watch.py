@@ -75,7 +75,6 @@ def operands(name: str, device: torch.device) -> Mapping[str, timing.Call]:
     )
     q_w, scale_w, _ = ops.quantize_weight(w)
     both = {"gate_up": gate_up, "weight": weight}
-    columns = {"scale_t": of_gradient.scale_h_t, "operand_t": 2}
     t = ops.watch_operand_
     return {
         "x": lambda: t(stats, on, 0, x, of_x.q, of_x.scale, offs),
@@ -83,8 +82,9 @@ def operands(name: str, device: torch.device) -> Mapping[str, timing.Call]:
         "x, scales of columns": lambda: t(stats, on, 0, None, offs=offs, scale_t=of_x.scale_t),
         "gate_up_proj": lambda: t(stats, on, 1, w, q_w, scale_w),
         "h": lambda: t(stats, on, 2, None, of_h.q, of_h.scale, offs, gate_up=gate_up),
-        "d_gate_up, scales of h's columns": lambda: t(
-            stats, on, 3, dh, of_gradient.q, of_gradient.scale, offs, **both, **columns
+        "d_gate_up": lambda: t(stats, on, 3, dh, of_gradient.q, of_gradient.scale, offs, **both),
+        "h, scales of columns": lambda: t(
+            stats, on, 2, None, offs=offs, scale_t=of_gradient.scale_h_t
         ),
     }
 

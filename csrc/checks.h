@@ -94,7 +94,7 @@ WatchedSize check_watch_operand(
     const std::optional<Tensor>& offs, const std::optional<Tensor>& rows,
     const std::optional<Tensor>& q_rows, const std::optional<Tensor>& gate_up,
     const std::optional<Tensor>& weight, const std::optional<Tensor>& scale_t,
-    const std::optional<Tensor>& routed, int64_t most, std::optional<int64_t> operand_t);
+    const std::optional<Tensor>& routed, int64_t most);
 void check_transpose_weight(const Tensor& q);
 void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
                        const Tensor& master, const Tensor& grad, const Tensor& exp_avg,

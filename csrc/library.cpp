@@ -147,12 +147,12 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // if the 0-d int32 `turn` is not 0; it says which rows. The operand: x [T, K] or x[rows], swiglu of gate_up
   // [T, 2 K], or its gradient, of x and weight [T], as in swiglu_grad; without offs a weight
   // [E, N, K]. What is multiplied: q or q[q_rows], with scale of blocks or [E]. scale_t: of
-  // columnwise data, of operand_t. routed [E]: offs before rows were dropped
+  // columnwise data. routed [E]: offs before rows were dropped
   m.def(
       "watch_operand_(Tensor(a!) stats, Tensor turn, int operand, Tensor? x, Tensor? q=None, "
       "Tensor? scale=None, Tensor? offs=None, Tensor? rows=None, Tensor? q_rows=None, "
       "Tensor? gate_up=None, Tensor? weight=None, Tensor? scale_t=None, Tensor? routed=None, "
-      "int most=4, int? operand_t=None, float alpha=1.0, float beta=0.0, float? limit=None, bool interleaved=False, "
+      "int most=4, float alpha=1.0, float beta=0.0, float? limit=None, bool interleaved=False, "
       "float cubic=0.0) -> ()");
 
   // A step of Adam over master [E, N, K], as torch steps a parameter, and over the FP8 numbers of it.

@@ -89,15 +89,9 @@ def _check_stats(rules: Rules, c: Any) -> None:
     )
     rules.contiguous("stats")
     rules.tensor("turn", 0, torch.int32, "stats")
-    _check_operand(rules, "operand", c.operand, operands)
-    if c.operand_t is not None:
-        _check_operand(rules, "operand_t", c.operand_t, operands)
-
-
-def _check_operand(rules: Rules, name: str, number: int, operands: int) -> None:
     rules.check(
-        0 <= number < operands,
-        lambda: f"{name} must be not negative and below {operands}, got {number}",
+        0 <= c.operand < operands,
+        lambda: f"operand must be not negative and below {operands}, got {c.operand}",
     )
 
 

@@ -241,7 +241,7 @@ topk_experts(scores, k)
 transpose_weight(q)
 update_scales_(scale, amax, amax_history, fp8_max, *, margin=0, most_recent=False)
 watch_operand_(stats, turn, operand, x, q=None, scale=None, offs=None, *, rows=None,
-    q_rows=None, gate_up=None, weight=None, scale_t=None, routed=None, most=4, operand_t=None,
+    q_rows=None, gate_up=None, weight=None, scale_t=None, routed=None, most=4,
     activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0))""",
     )
 

@@ -209,9 +209,8 @@ update_scales_(Tensor(a!)[] scale, Tensor(b!)[] amax, Tensor(c!)[] amax_history,
     fp8_max, int margin=0, bool most_recent=False) -> ()
 watch_operand_(Tensor(a!) stats, Tensor turn, int operand, Tensor? x, Tensor? q=None, Tensor?
     scale=None, Tensor? offs=None, Tensor? rows=None, Tensor? q_rows=None, Tensor? gate_up=None,
-    Tensor? weight=None, Tensor? scale_t=None, Tensor? routed=None, int most=4, int?
-    operand_t=None, float alpha=1., float beta=0., float? limit=None, bool interleaved=False,
-    float cubic=0.) -> ()""",
+    Tensor? weight=None, Tensor? scale_t=None, Tensor? routed=None, int most=4, float alpha=1.,
+    float beta=0., float? limit=None, bool interleaved=False, float cubic=0.) -> ()""",
     )
 
 

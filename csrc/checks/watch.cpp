@@ -18,11 +18,6 @@ void check_quantized(const Tensor& q, const Tensor& stats) {
   check_device(kOp, "q", q, "stats", stats);
 }
 
-void check_operand(const char* name, int64_t operand, const Tensor& stats) {
-  check(operand >= 0 && operand < stats.size(0), kOp, ": ", name,
-        " must be not negative and below ", stats.size(0), ", got ", operand);
-}
-
 void check_scale(const Tensor& scale, const MaybeTensor& q, const Tensor& stats) {
   check(q.has_value(), kOp, ": scale needs q");
   check_dtype(kOp, "scale", scale, ScalarType::Float);
@@ -67,8 +62,8 @@ WatchedSize check_watch_operand(const Tensor& stats, const Tensor& turn, int64_t
                                 const MaybeTensor& scale, const MaybeTensor& offs,
                                 const MaybeTensor& rows, const MaybeTensor& q_rows,
                                 const MaybeTensor& gate_up, const MaybeTensor& weight,
-                                const MaybeTensor& scale_t, const MaybeTensor& routed, int64_t most,
-                                std::optional<int64_t> operand_t) {
+                                const MaybeTensor& scale_t, const MaybeTensor& routed,
+                                int64_t most) {
   check_dim(kOp, "stats", stats, 4);
   check_dtype(kOp, "stats", stats, ScalarType::Double);
   check(stats.size(1) >= 1 && stats.size(1) <= kMaxParts, kOp, ": stats must have between 1 and ",
@@ -80,8 +75,8 @@ WatchedSize check_watch_operand(const Tensor& stats, const Tensor& turn, int64_t
   check_dim(kOp, "turn", turn, 0);
   check_dtype(kOp, "turn", turn, ScalarType::Int);
   check_device(kOp, "turn", turn, "stats", stats);
-  check_operand("operand", operand, stats);
-  if (operand_t) check_operand("operand_t", *operand_t, stats);
+  check(operand >= 0 && operand < stats.size(0), kOp, ": operand must be not negative and below ",
+        stats.size(0), ", got ", operand);
   check(most >= 1 && most <= INT32_MAX, kOp, ": most must be between 1 and 2147483647, got ", most);
   check(x || q || gate_up || scale_t, kOp, ": give x, q, gate_up or scale_t, got none of them");
   if (x) {

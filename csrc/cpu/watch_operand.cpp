@@ -110,12 +110,12 @@ void watch_operand_(const Tensor& stats, const Tensor& turn, int64_t operand,
                     const std::optional<Tensor>& rows, const std::optional<Tensor>& q_rows,
                     const std::optional<Tensor>& gate_up_in, const std::optional<Tensor>& weight_in,
                     const std::optional<Tensor>& scale_t_in, const std::optional<Tensor>& routed_in,
-                    int64_t most, std::optional<int64_t> operand_t, double alpha, double beta,
-                    std::optional<double> limit, bool interleaved, double cubic) {
+                    int64_t most, double alpha, double beta, std::optional<double> limit,
+                    bool interleaved, double cubic) {
   const char* op = "watch_operand_";
   const auto [T, N, K] =
       check_watch_operand(stats, turn, operand, x_in, q_in, scale, offs, rows, q_rows, gate_up_in,
-                          weight_in, scale_t_in, routed_in, most, operand_t);
+                          weight_in, scale_t_in, routed_in, most);
   const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved, cubic);
   const int64_t parts = stats.size(1), E = stats.size(2);
   const bool of_weight = !offs;
@@ -221,7 +221,7 @@ void watch_operand_(const Tensor& stats, const Tensor& turn, int64_t operand,
         for (int i = 0; i < read; ++i) {
           const int64_t block = first_block[e] + nth_of(i, read, blocks, now);
           const float* of_block = scale_t->const_data_ptr<float>() + block * K_t;
-          double* sums = stats_of(operand_t.value_or(operand), i % parts, e);
+          double* sums = stats_of(operand, i % parts, e);
           for (int64_t k = 0; k < K_t; k += kBlock) {
             const float* first = of_block + k;
             const auto same = [first](float s) { return s == *first; };

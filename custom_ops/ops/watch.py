@@ -25,7 +25,6 @@ def watch_operand_(
     scale_t: Tensor | None = None,
     routed: Tensor | None = None,
     most: int = 4,
-    operand_t: int | None = None,
     activation: SwiGLU = PLAIN,
 ) -> None:
     """Add what quantization does to some rows of each group to the group's numbers.
@@ -67,7 +66,6 @@ def watch_operand_(
             :func:`group_quantize` returns it.
         routed: [E] int32: group ends before rows were dropped.
         most: how many rows of each group are read.
-        operand_t: which operand of stats scale_t is of; None for ``operand``.
         activation: the form of SwiGLU.
 
     Raises:
@@ -97,6 +95,5 @@ def watch_operand_(
         scale_t,
         routed,
         most,
-        operand_t,
         *activation.arguments,
     )

@@ -41,12 +41,12 @@ void watch_operand_(const Tensor& stats, const Tensor& turn, int64_t operand,
                     const std::optional<Tensor>& rows_in, const std::optional<Tensor>& q_rows_in,
                     const std::optional<Tensor>& gate_up, const std::optional<Tensor>& weight,
                     const std::optional<Tensor>& scale_t_in, const std::optional<Tensor>& routed_in,
-                    int64_t most, std::optional<int64_t> operand_t, double alpha, double beta,
-                    std::optional<double> limit, bool interleaved, double cubic) {
+                    int64_t most, double alpha, double beta, std::optional<double> limit,
+                    bool interleaved, double cubic) {
   const char* op = "watch_operand_";
   const WatchedSize size =
       check_watch_operand(stats, turn, operand, x, q, scale, offs_in, rows_in, q_rows_in, gate_up,
-                          weight, scale_t_in, routed_in, most, operand_t);
+                          weight, scale_t_in, routed_in, most);
   const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved, cubic);
 
   const Launch launch(op, stats);
@@ -56,7 +56,6 @@ void watch_operand_(const Tensor& stats, const Tensor& turn, int64_t operand,
   const int64_t parts = stats.size(1), E = stats.size(2);
   WatchedOperand a{};
   a.stats = mutable_data<double>(stats) + operand * parts * E * kWatchColumns;
-  a.stats_t = a.stats + (operand_t.value_or(operand) - operand) * parts * E * kWatchColumns;
   a.turn = data<int32_t>(turn);
   a.most = most;
   a.offs = data_or_null<int32_t>(offs);

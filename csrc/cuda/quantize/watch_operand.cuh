@@ -32,7 +32,7 @@ struct WatchedRows {
 };
 
 struct WatchedOperand {
-  double *stats, *stats_t;  // [parts, E, kWatchColumns]; of columnwise blocks
+  double* stats;  // [parts, E, kWatchColumns]
   const int32_t* turn;
   const int32_t* offs;    // [E]; null for a weight of N rows an expert
   const int32_t* routed;  // [E] or null
@@ -380,8 +380,7 @@ __global__ void __launch_bounds__(kWatchThreads, 4)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int part = blockIdx.y, parts = gridDim.y;
   // Loaded now, added to at the end.
-  double* of_lane = (lane == kBlocks || lane == kShared ? a.stats_t : a.stats) +
-                    (int64_t{part} * a.E + blockIdx.x) * kWatchColumns + lane;
+  double* of_lane = a.stats + (int64_t{part} * a.E + blockIdx.x) * kWatchColumns + lane;
   const double before = warp == 0 && lane < kWatchColumns ? *of_lane : 0;
   __shared__ GroupTable table;
   __shared__ WatchCounts of_warps[kWatchWarps];

@@ -39,7 +39,6 @@ def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) ->
     given["offs"] = groups.offs()
     if options.pop("columnwise", False) or source == "columns":
         _, given["scale_t"] = quantized_columns(groups, groups.K, share_scales=True)
-        given["operand_t"] = options.pop("operand_t", None)
     if options.pop("dropped", False):  # two rows of each group
         given["routed"] = groups.offs() + 2 * torch.arange(1, groups.E + 1, dtype=torch.int32)
     if source == "columns":
@@ -85,7 +84,7 @@ def with_zeros(t: Tensor) -> Tensor:
     t *= 2.0**-8
     t[: len(t) // 2] = 0
     t[len(t) // 4 :: 8] = 0
-    t[-1, -1] = 448
+    t[-1:, -1] = 448
     return t
 
 
@@ -139,12 +138,8 @@ def gradient_of(given: Any, form: dict[str, Any]) -> Tensor:
 def expected(sample: Sample) -> Outputs:
     stats = sample["stats"].clone()
     if sample["turn"]:
-        number, number_t = sample["operand"], sample.arguments.get("operand_t")
-        of_columns = slice(11, 13)
+        number = sample["operand"]
         for e, now in enumerate(counts(sample)):
-            if number_t is not None:
-                stats[number_t, :, e, of_columns] += now[:, of_columns]
-                now[:, of_columns] = 0
             maxima = torch.tensor([i in MAXIMA for i in range(COLUMNS)])
             before = stats[number, :, e]
             stats[number, :, e] = torch.where(maxima, torch.maximum(before, now), before + now)
@@ -304,7 +299,6 @@ def mistakes(good: Sample) -> list[Arguments]:
     i32 = torch.int32
     offs, gate_up = good["offs"], torch.zeros(12, 288, dtype=x.dtype)
     no_rows: Arguments = {"rows": None, "q_rows": None, "scale_t": None, "routed": None}
-    no_rows |= {"operand_t": None}
     of_weight: Arguments = {**no_rows, "offs": None, "q": None, "scale": None}
     w = torch.zeros(3, 32, 144, dtype=x.dtype)
     of_grad: Arguments = {"gate_up": torch.zeros(12, 160, dtype=x.dtype), "rows": None}
@@ -314,7 +308,7 @@ def mistakes(good: Sample) -> list[Arguments]:
         *({"stats": stats.expand(3, 4, 3, 14).repeat(1, 17, 1, 1)}, {"stats": stats[:, :, :0]}),
         *({"stats": stats[..., :5]}, {"stats": stats.mT.contiguous().mT}),
         *({"turn": torch.tensor([1]).int()}, {"turn": torch.tensor(True)}),
-        *({"operand": -1}, {"operand": 3}, {"operand_t": 3}, {"most": 0}, {"most": 2**31}),
+        *({"operand": -1}, {"operand": 3}, {"most": 0}, {"most": 2**31}),
         {"x": None, "q": None, "scale": None, **no_rows},
         *({"x": x.double()}, {"q": q.double()}, {"q": None}),
         *({"scale": scale.double()}, {"scale": torch.ones(2)}, {"scale": scale[None]}),
@@ -351,7 +345,6 @@ def variants_of_form() -> list[Arguments]:
 ROWS: dict[str, Options] = {
     "off": {"turn": 0, "columnwise": True, "dropped": True},
     "columnwise": {"columnwise": True, "dropped": True, "parts": 1},
-    "columns_of_another": {"columnwise": True, "operand_t": 2},
     "one_row": {"most": 1, "turn": 2, "parts": 64},
     "all_rows": {"most": 2**31 - 1, "columnwise": True, "turn": 2**31 - 1},
     "columns": {"source": "columns"},
@@ -403,7 +396,6 @@ turn must be 0-D, got 1-D
 turn must be int32, got bool
 operand must be not negative and below 3, got -1
 operand must be not negative and below 3, got 3
-operand_t must be not negative and below 3, got 3
 most must be between 1 and 2147483647, got 0
 most must be between 1 and 2147483647, got 2147483648
 give x, q, gate_up or scale_t, got none of them
