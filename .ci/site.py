@@ -6,6 +6,7 @@ there; a link to any other file becomes its path.
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,34 @@ def _table(match: re.Match[str]) -> str:
     return "\n".join(f"- {name}: {text}" for name, text in items) + "\n"
 
 
+# An item of a section that names several parameters or attributes, with its further lines.
+SEVERAL = re.compile(r"^ {4}(\w+(?:, \w+)+)((?: \([^)]*\))?:.*(?:\n {5,}\S.*)*)$", re.MULTILINE)
+
+
+def _one_by_one(match: re.Match[str]) -> str:
+    """The same text for each of the names."""
+    return "\n".join(f"    {name}{match[2]}" for name in match[1].split(", "))
+
+
+ON_THE_SITE = {
+    name.rsplit(".", 1)[-1]
+    for page in ROOT.glob("docs/reference/*.md")
+    for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)
+}
+
+
+def _shown_bases(cls: griffe.Class) -> list[Any]:
+    """The bases of a class; in the place of one of ours that has no entry, that one's bases."""
+    ours = {
+        base.name: base for base in cls.resolved_bases if base.path.startswith("grouped_linear.")
+    }
+    shown: list[Any] = []
+    for base in cls.bases:
+        name = str(base).rsplit(".", 1)[-1]
+        shown += _shown_bases(ours[name]) if name in ours.keys() - ON_THE_SITE else [base]
+    return shown
+
+
 class Docstrings(griffe.Extension):
     """The few forms of reStructuredText in our docstrings, as Markdown."""
 
@@ -94,8 +123,24 @@ class Docstrings(griffe.Extension):
         if obj.docstring is None:
             return
         text = re.sub(r"^=+ +=+\n.*?^=+ +=+$", _table, obj.docstring.value, flags=re.DOTALL | re.M)
+        text = SEVERAL.sub(_one_by_one, text)
         module = obj.module.path
         roles = r":(?:class|func|meth|mod):`([^`]+)`"
         text = re.sub(roles, lambda match: _link(match[1], module), text)
         text = re.sub(r"^>>> .*(?:\n.+)*", r"```pycon\n\g<0>\n```", text, flags=re.M)
         obj.docstring.value = re.sub(r"::$", ":", text, flags=re.M)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Leave out bases that the site does not have, when all classes are known."""
+        for cls in _classes(pkg):
+            cls.bases = _shown_bases(cls)
+
+
+def _classes(of: griffe.Module) -> Iterator[griffe.Class]:
+    for member in of.members.values():
+        if member.is_alias:
+            continue
+        if member.is_class:
+            yield member
+        elif member.is_module:
+            yield from _classes(member)
