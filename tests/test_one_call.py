@@ -18,6 +18,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from torch.nn.utils import parametrize, prune
 from transformers import FineGrainedFP8Config
 
 from grouped_linear import (
@@ -664,6 +665,37 @@ def test_hooks_of_parameters_would_be_lost(hook: str, form: str) -> None:
         )
     assert state_of(model) == before
     convert(model, Float8BlockScaling())
+
+
+@pytest.mark.parametrize("kind", ["parametrized", "pruned"])
+def test_weights_that_are_no_parameters(kind: str) -> None:
+    """Computed as they are, and not replaced; frozen bytes are not pruned."""
+    model = mixtral()
+    experts = model.model.layers[0].mlp.experts
+
+    def change() -> None:
+        if kind == "pruned":
+            prune.l1_unstructured(experts, "gate_up_proj", 0.5)
+        else:
+            parametrize.register_parametrization(experts, "gate_up_proj", nn.Identity())
+
+    change()
+    before = state_of(model)
+    for weights in ("both", "fp8", "mxfp4"):
+        assert sentence(lambda w=weights: convert(model, weights=w)) == (
+            "convert: model.layers.0.mlp.experts: gate_up_proj is parametrized or pruned, so it is "
+            "no parameter that weights= can replace: undo that before, or leave weights out"
+        )
+    assert state_of(model) == before
+    expected = logits(model)
+    assert "experts implementation" in repr(convert(model))
+    torch.testing.assert_close(logits(model), expected, rtol=0.02, atol=0.02)
+    model = mixtral()
+    convert(model, weights="fp8")
+    experts = model.model.layers[0].mlp.experts
+    change()
+    with pytest.raises((RuntimeError, ValueError), match="parametriz"):
+        logits(model)
 
 
 @pytest.mark.parametrize(

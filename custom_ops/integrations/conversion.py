@@ -118,13 +118,13 @@ def kept_weights(modules: Mapping[nn.Module, Recipe | None]) -> tuple[KeptWeight
     Each module has the recipe by which its weights are quantized in a call.
     """
     weights = {
-        id(p): (p, _kind_of(module, name), _option_for(module, p, recipe))
+        id(p): (p, _kind_of(module, name, p), _option_for(module, p, recipe))
         for module, recipe in modules.items()
         for name, p in module.named_parameters()
         if p.dim() == 3 and not name.endswith(SCALE)
     }
     scales = {
-        id(module.get_parameter(name.removesuffix(SCALE))): local_part(p).nbytes
+        id(getattr(module, name.removesuffix(SCALE))): local_part(p).nbytes
         for module in modules
         for name, p in module.named_parameters()
         if name.endswith(SCALE)
@@ -163,7 +163,8 @@ def _option_for(module: nn.Module, p: nn.Parameter, recipe: Recipe | None) -> We
 
 def how_kept(module: nn.Module, name: str) -> str:
     """The end of :attr:`ConvertedExperts.path`, by one of a module's weights."""
-    kind, w = _kind_of(module, name), module.get_parameter(name)
+    w = getattr(module, name)  # of parametrized experts no parameter
+    kind = _kind_of(module, name, w)
     loaded = " as loaded" if w.dtype == E4M3 or _is_packed(w) else ""
     return "" if kind == dtype_name(w.dtype) else f", weights in {kind}{loaded}"
 
@@ -178,8 +179,8 @@ def num_parameters(module: nn.Module) -> int:
     )
 
 
-def _kind_of(module: nn.Module, name: str) -> str:
-    w = local_part(module.get_parameter(name))
+def _kind_of(module: nn.Module, name: str, w: Tensor) -> str:
+    w = local_part(w)
     frozen = module._frozen.get(name) if isinstance(module, KeepsFrozen) else None
     if isinstance(w, GroupedTensorWithMaster):
         return "both precisions"

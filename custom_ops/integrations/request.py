@@ -69,9 +69,14 @@ def warn_of_others_that_hold(changes: Changes) -> None:
 
 
 def check_replaceable(where: str, module: nn.Module, names: Iterable[str]) -> None:
-    """Raise ValueError for parameters with hooks, which another tensor would not have."""
+    """Raise ValueError for weights that are no parameters, or that have hooks."""
     for name in names:
-        p = module.get_parameter(name)
+        p = module._parameters.get(name)
+        if p is None:
+            raise ValueError(
+                f"{where}: {name} is parametrized or pruned, so it is no parameter that weights= "
+                "can replace: undo that before, or leave weights out"
+            )
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             raise ValueError(
                 f"{where}: {name} has hooks, which would be lost: register them after convert"

@@ -216,12 +216,11 @@ class KeepsFrozen(nn.Module):
                 f"{type(self).__name__}: accelerate offloads it, and would cast the numbers of its "
                 f"state dict to bytes: leave it on a device, {name} takes a byte an element"
             )
-        parametrized: Any = self._modules.get("parametrizations") or ()
-        if name in parametrized:
+        if name not in self._parameters:
             raise RuntimeError(
                 f"{type(self).__name__}: {name} is frozen, and a parametrization, as PEFT's "
-                "adapters are, would compute with its bytes: give layers lora=Lora(...), and "
-                "models of transformers use_grouped_adapters(model)"
+                "adapters are, or pruning would compute with its bytes: give layers "
+                "lora=Lora(...), and models of transformers use_grouped_adapters(model)"
             )
         storage, bits, scale = self._frozen[name].storage, *self._parts(name)
         # Substituted parameters may be those of a state dict.
