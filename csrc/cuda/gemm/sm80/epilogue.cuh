@@ -65,7 +65,7 @@ __device__ __forceinline__ void write_outputs(Accumulators<Config>& accum,
   constexpr int count = 16 / sizeof(T), row_vectors = Config::kWarpN / count;
   static_assert(8 * row_vectors % 32 == 0);
   const int col = tile.col + thread.col, group = tile.group;
-  if (!Config::kKGrouped && args.bias != nullptr)
+  if (Config::kHasBias && args.bias != nullptr)
     add_bias<T, Config>(accum, static_cast<const T*>(args.bias) + group * args.bias_stride,
                         thread.lane, col, shape.cols);
   const int64_t first_row =
@@ -88,7 +88,7 @@ __device__ __forceinline__ void write_outputs(Accumulators<Config>& accum,
         const int from = (at + thread.lane) % row_vectors * count;
         if (row < rows && from < cols)
           store_vector(out + int64_t{row} * shape.cols + from, &buffer.rows[row][from],
-                       Config::kKGrouped && !overwrite);
+                       Config::kAdds && !overwrite);
       }
     } else {
 #pragma unroll 1

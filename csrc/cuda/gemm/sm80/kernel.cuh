@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
       warp_tile.skip(k_blocks);
       continue;
     }
-    if (Config::kKGrouped && !overwrite) prefetch_outputs<Config>(epilogue, shape, tile, thread);
+    if (Config::kAdds && !overwrite) prefetch_outputs<Config>(epilogue, shape, tile, thread);
     Accumulators<Config> accum;
     if constexpr (Config::kFp8)
       warp_tile.multiply_fp8(k_blocks, accum);

@@ -101,6 +101,8 @@ struct GemmConfig {
   using B = typename DecodedOf<StoredB>::Type;  // as wgmma reads it
   static constexpr GemmTraits kTraits = traits;
   static constexpr bool kKGrouped = traits.grouping == Grouping::kK, kFp8 = sizeof(A) == 1;
+  // Whether out may be added to, tiles may be split along K, and there may be a bias.
+  static constexpr bool kAdds = kKGrouped, kSplitsK = kKGrouped, kHasBias = !kKGrouped;
   static constexpr bool kScalePerGroup = traits.scaling == Scaling::kScalePerGroup;
   static constexpr bool kScale1x128 = traits.scaling == Scaling::kScale1x128;
   static constexpr bool kScale128x128 = traits.scaling == Scaling::kScale128x128;

@@ -322,7 +322,7 @@ struct LinearEpilogue {
                                                const Arguments& args, const GemmShape& shape,
                                                const WorkTile& tile, int row, bool overwrite,
                                                const Sync& sync) {
-    if (!Config::kKGrouped && args.bias != nullptr)
+    if (Config::kHasBias && args.bias != nullptr)
       add_bias<T, Config>(accum, static_cast<const T*>(args.bias) + tile.group * args.bias_stride,
                           tile.col, shape.cols);
     constexpr int subtiles = sizeof(T) == 4 ? 2 : 1, subtile_cols = Config::kTileN / subtiles;
@@ -342,7 +342,7 @@ struct LinearEpilogue {
                                                       before + row, before + tile.row_end,
                                                       tile.col + first, shape.cols);
         };
-        if (Config::kKGrouped && !overwrite) {
+        if (Config::kAdds && !overwrite) {
           if (!args.aligned) copy(std::true_type{});
           if (subtile == 0 || !args.aligned) {
             if constexpr (Config::kTransposed)

@@ -75,7 +75,7 @@ __device__ void compute_tiles(SharedStorage<Config>& shared, const Params& param
                           static_cast<int>(threadIdx.x % 32)};
   ConsumerPipeline<Config> pipeline(shared, thread.lane);
   auto& state = pipeline.state;
-  const bool overwrite = !Config::kKGrouped || overwrites(epilogue);
+  const bool overwrite = !Config::kAdds || overwrites(epilogue);
   const WgmmaOperands<Config> operands(shared.stages[0].a, shared.stages[0].b, thread.warpgroup);
   for (int number = 0;; ++number) {
     const auto sync = [&](int subtile, const auto& fill) {
@@ -109,7 +109,7 @@ __device__ void compute_tiles(SharedStorage<Config>& shared, const Params& param
       continue;
     }
 
-    const bool is_split_k = Config::kKGrouped && tile.is_split_k();
+    const bool is_split_k = Config::kSplitsK && tile.is_split_k();
 
     float accum[Config::kTileN / 2];
     // With block scales the main loop clears it beneath the first wgmma. Without, ptxas would
@@ -121,7 +121,7 @@ __device__ void compute_tiles(SharedStorage<Config>& shared, const Params& param
       mainloop_16bit<Config>(shared, pipeline, operands, tile, k_blocks, params, accum);
 
     // is_split_k was read where that costs no time. With scales per group ptxas would spill for it.
-    if (Config::kKGrouped && (Config::kScalePerGroup ? tile.is_split_k() : is_split_k)) {
+    if (Config::kSplitsK && (Config::kScalePerGroup ? tile.is_split_k() : is_split_k)) {
       add_partials(params.workspace, tile.source_slot(), tile.source_count(), accum);
       if (tile.destination_slot() > 0) {
         write_partial(params.workspace, tile.destination_slot(), accum);

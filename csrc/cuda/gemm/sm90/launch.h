@@ -59,7 +59,7 @@ template <typename Config>
 std::optional<Tensor> split_k_room(const Tensor& like, const GemmShape& shape, int clusters) {
   constexpr int64_t slot_bytes =
       kFlagsPerSlot * sizeof(uint64_t) + kAccumulatorsPerSlot<Config> * sizeof(float);
-  if (!Config::kKGrouped || shape.T < 2 * kMinLeadingUnits * Config::kUnitK) return {};
+  if (!Config::kSplitsK || shape.T < 2 * kMinLeadingUnits * Config::kUnitK) return {};
   return new_tensor(like, {kCounterWords * int64_t{sizeof(uint64_t)} + clusters * slot_bytes},
                     ScalarType::Byte);
 }

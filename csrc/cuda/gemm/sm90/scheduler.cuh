@@ -146,7 +146,7 @@ class Scheduler {
                           ? shared_.active_groups * static_cast<int>(counts_.matrix.divisor)
                           : shared_.groups.tile_end[shape_.E - 1];
     const int units =
-        Config::kKGrouped ? (shared_.rows_of_each + Config::kUnitK - 1) / Config::kUnitK : 0;
+        Config::kSplitsK ? (shared_.rows_of_each + Config::kUnitK - 1) / Config::kUnitK : 0;
     Schedule& schedule = shared_.schedule;
     schedule = make_schedule<Config>(tiles, units, counter_ != nullptr);
     schedule.next_tile = blockIdx.x / kClusterSize;
@@ -216,7 +216,7 @@ class Scheduler {
       schedule.next_tile += gridDim.x / kClusterSize;
     } else if (schedule.dynamic_tiles > 0) {
       number = draw();
-    } else if (Config::kKGrouped && schedule.slices > 0) {
+    } else if (Config::kSplitsK && schedule.slices > 0) {
       --schedule.slices;
       last_round_tile = schedule.first_tile;
       schedule.first_tile += schedule.tile_stride;
@@ -228,7 +228,7 @@ class Scheduler {
       return end;
     }
     WorkTile tile = tile_of<Config>(number, 0, shared_.groups, shared_.active(), counts_, shape_);
-    if constexpr (Config::kKGrouped)
+    if constexpr (Config::kSplitsK)
       if (last_round_tile >= 0) take_slice<Config>(tile, schedule, last_round_tile);
     return tile;
   }

@@ -38,7 +38,7 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const Params& params,
   constexpr int parts = kWgmmaM / Config::kEpilogueRows;
   const int subtiles = LinearEpilogue::subtiles(epilogue);
   const int line_cols = line_cols_of(epilogue);
-  const bool adds = Config::kKGrouped && !overwrites(epilogue);
+  const bool adds = Config::kAdds && !overwrites(epilogue);
   uint64_t *full = &shared.epilogue_full[warpgroup], *empty = &shared.epilogue_empty[warpgroup];
   ZeroFill<Config> zero_fill(shared, epilogue, shape);
   constexpr Roles roles = Config::kRoles;
