@@ -22,6 +22,7 @@ from grouped_linear import (
     GroupedMLP,
     Lora,
     MXFP8BlockScaling,
+    grouped_linear,
     ops,
 )
 from grouped_linear.quantized.frozen import KeepsFrozen
@@ -183,10 +184,10 @@ def test_errors() -> None:
 GroupedLinear: weights='fp8' needs the recipe Float8BlockScaling, got None
 GroupedLinear: weights='fp8' needs the recipe Float8BlockScaling, got MXFP8BlockScaling()
 GroupedLinear: cache_weights keeps what weights='fp8' has already: choose one of them
-GroupedLinear: weights='fp8' is frozen and has no gradient to accumulate: weights='both' learns
+GroupedLinear: weights='fp8' is frozen and has no gradient: leave fuse_wgrad_accumulation out
 GroupedLinear: weights='fp8' needs single_grouped_weight=True
 GroupedMLP: weights='fp8' needs the recipe Float8BlockScaling, got None
-GroupedMLP: weights='fp8' is frozen and has no gradient to accumulate: weights='both' learns
+GroupedMLP: weights='fp8' is frozen and has no gradient: leave fuse_wgrad_accumulation out
 only Tensors of floating point dtype can require gradients
 GroupedLinear: weight is frozen in uint8, got float32: load_state_dict quantizes
 frozen weight: numbers must be float8_e4m3fn, got float32
@@ -530,6 +531,16 @@ def test_cuda_graph_reads_what_is_loaded(kind: Any) -> None:
         layer.load_state_dict(other.state_dict())
         graph.replay()
         assert_same_bits(y, other(x, m_splits))
+
+
+def test_bytes_as_a_weight() -> None:
+    """A function has no scales of them, and a cast would make numbers of bytes."""
+    layer, (x, m_splits) = make_layer(), inputs("cpu", SPLITS[0])
+    assert sentence(lambda: grouped_linear(x, layer.weight, m_splits)) == (
+        "grouped_linear: weight must be bfloat16, float16 or float32, got uint8: give a frozen "
+        "weight's numbers, as layer.dequantize(name) returns them"
+    )
+    grouped_linear(x, layer.dequantize("weight"), m_splits)
 
 
 @EVERY_KIND

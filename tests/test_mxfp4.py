@@ -368,7 +368,7 @@ def test_what_is_refused() -> None:
         "intermediate_size must be a multiple of 32": lambda: GroupedMLP(
             2, 32, 48, weights="mxfp4"
         ),
-        "is frozen and has no gradient to accumulate": lambda: make_layer(
+        "is frozen and has no gradient: leave fuse_wgrad_accumulation": lambda: make_layer(
             MLP, fuse_wgrad_accumulation=True
         ),
     }

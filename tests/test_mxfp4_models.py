@@ -333,8 +333,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         lambda: (m := model_of("mixtral"), convert(m, weights="fp8"))[0],
         {"recipe": Float8BlockScaling()},
         "model.layers.0.mlp.experts: the weights are frozen in FP8 and stay so: leave weights "
-        "out, or load the model in high precision (a checkpoint: dequantize=True in its "
-        "quantization config) and convert that",
+        "out, with the recipe Float8BlockScaling(), or load the model in high precision (a "
+        "checkpoint: dequantize=True in its quantization config) and convert that",
     ),
 }
 

@@ -155,9 +155,10 @@ def test_frozen_experts_do_not_learn() -> None:
     expected = logits(model)
     assert sentence(lambda: convert(model, Float8BlockScaling(), weights="both")) == (
         "convert: model.layers.0.mlp.experts: the weights are frozen in FP8 and stay so: leave "
-        "weights out, or load the model in high precision (a checkpoint: dequantize=True in its "
-        "quantization config) and convert that"
+        "weights out, with the recipe Float8BlockScaling(), or load the model in high precision "
+        "(a checkpoint: dequantize=True in its quantization config) and convert that"
     )
+    convert(model, Float8BlockScaling())  # as it says
     assert torch.equal(logits(model), expected)
 
 

@@ -68,8 +68,8 @@ def check(model: nn.Module, experts: Mapping[str, Any], request: Request) -> Non
         if kept_as is not None and weights not in (None, kept_as):
             raise ValueError(
                 f"{where}: the weights are frozen in {kept_as.upper()} and stay so: leave weights "
-                "out, or load the model in high precision (a checkpoint: dequantize=True in its "
-                "quantization config) and convert that"
+                "out, with the recipe Float8BlockScaling(), or load the model in high precision "
+                "(a checkpoint: dequantize=True in its quantization config) and convert that"
             )
         if weights is not None:
             check_replaceable(where, module, weight_names(module))

@@ -128,9 +128,12 @@ def check_parameters(op: str, **parameters: Tensor | None) -> None:
             continue
         check_tensor(op, name, t)
         if t.dtype not in ACTIVATIONS:
+            remedy = "cast it, or the layer, as layer.float() does"
+            if t.dtype.itemsize == 1:  # whose scales a cast would leave out
+                remedy = "give a frozen weight's numbers, as layer.dequantize(name) returns them"
             raise RuntimeError(
                 f"{op}: {name} must be bfloat16, float16 or float32, got {dtype_name(t.dtype)}: "
-                "cast it, or the layer, as layer.float() does"
+                f"{remedy}"
             )
 
 
@@ -179,8 +182,8 @@ def check_tensor(op: str, name: str, value: Any) -> None:
     if is_dtensor(value):
         raise TypeError(
             f"{op}: {name} is a DTensor, and a layer computes with the tensors of one process: "
-            "pass its to_local(), or let fully_shard or grouped_linear.parallel.ExpertParallel "
-            "shard the layer"
+            "pass its to_local(), or shard the layer by fully_shard, a GroupedMLP also by "
+            "grouped_linear.parallel.ExpertParallel"
         )
 
 

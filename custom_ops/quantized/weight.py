@@ -69,8 +69,8 @@ def check_weights_kept(
         )
     if weights in ("fp8", "mxfp4") and fuse_wgrad_accumulation:
         raise ValueError(
-            f"{owner}: weights={weights!r} is frozen and has no gradient to accumulate: "
-            "weights='both' learns"
+            f"{owner}: weights={weights!r} is frozen and has no gradient: leave "
+            "fuse_wgrad_accumulation out"
         )
 
 
