@@ -53,6 +53,6 @@ def test_mistakes(op: str) -> None:
     good = make(op, GROUPS_3, BF16, **dict(page.good))
     names = tuple(f"{name}: " for name in OPS)
     expected = [
-        line if line.startswith(names) else f"{op}: {line}" for line in page.sentences.split("\n")
+        line if line.startswith(names) else f"{op}: {line}" for line in page.sentences.splitlines()
     ]
     assert sentences(good, page.mistakes(good)).split("\n") == expected

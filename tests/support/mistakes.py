@@ -31,11 +31,35 @@ BAD_OFFS = [
 ]
 
 
+OFFS_SENTENCES = """\
+offs must be 1-D, got 2-D
+offs must be int32, got int64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+"""
+
+
 BAD_FORMS = [
     *({name: x} for name in ("alpha", "beta") for x in (1e39, float("-inf"), float("nan"))),
     *({"limit": x} for x in (0.0, -1.5, float("nan"))),
     *({"cubic": x} for x in (-0.5, 1e39, float("nan"))),
 ]
+
+
+FORM_SENTENCES = """\
+alpha must be finite, got 1e+39
+alpha must be finite, got -inf
+alpha must be finite, got nan
+beta must be finite, got 1e+39
+beta must be finite, got -inf
+beta must be finite, got nan
+limit must be positive, got 0
+limit must be positive, got -1.5
+limit must be positive, got nan
+cubic must be finite and not negative, got -0.5
+cubic must be finite and not negative, got 1e+39
+cubic must be finite and not negative, got nan
+"""
 
 
 BAD_ROWS = [
@@ -45,6 +69,19 @@ BAD_ROWS = [
     *BAD_OFFS,
     {"rowwise": False},
 ]
+
+
+ROWS_SENTENCES = (
+    """\
+x must be 2-D, got 1-D
+x must be bfloat16, float16 or float32, got float64
+K must be a positive multiple of 16, got 72
+"""
+    + OFFS_SENTENCES
+    + """\
+rowwise or columnwise must be true, got neither
+"""
+)
 
 
 BAD_SCALES = [
@@ -69,6 +106,15 @@ def gathered_mistakes(good: Sample) -> list[Arguments]:
     ]
 
 
+GATHERED_SENTENCES = """\
+y must be 2-D, got 1-D
+y must be bfloat16, float16 or float32, got float64
+H must be a positive multiple of 16, got 24
+rows must be 2-D, got 1-D
+rows must be int32 or int64, got int16
+"""
+
+
 def swiglu_mistakes(good: Sample) -> list[Arguments]:
     gate_up = good["gate_up"]
     return [
@@ -79,6 +125,18 @@ def swiglu_mistakes(good: Sample) -> list[Arguments]:
         *BAD_OFFS,
         *BAD_FORMS,
     ]
+
+
+SWIGLU_SENTENCES = (
+    """\
+gate_up must be 2-D, got 1-D
+gate_up must be bfloat16, float16 or float32, got float64
+gate_up must have an even number of columns, got 33
+K must be a positive multiple of 16, got 24
+"""
+    + OFFS_SENTENCES
+    + FORM_SENTENCES
+)
 
 
 def swiglu_grad_mistakes(good: Sample) -> list[Arguments]:
@@ -97,6 +155,24 @@ def swiglu_grad_mistakes(good: Sample) -> list[Arguments]:
         *BAD_OFFS,
         *BAD_FORMS,
     ]
+
+
+SWIGLU_GRAD_SENTENCES = (
+    """\
+dh must be 2-D, got 1-D
+gate_up must be 2-D, got 1-D
+dh must be bfloat16, float16 or float32, got float64
+gate_up must be bfloat16, got float32
+T differs: dh has 12, gate_up has 11
+K must be a positive multiple of 16, got 24
+2 * K differs: dh has 256, gate_up has 288
+weight must be 1-D, got 2-D
+weight must be float32, got bfloat16
+T differs: weight has 11, dh has 12
+"""
+    + OFFS_SENTENCES
+    + FORM_SENTENCES
+)
 
 
 def bias_mistakes(dtype: torch.dtype) -> list[Arguments]:
@@ -165,6 +241,26 @@ def wgrad_mistakes(good: Sample) -> list[Arguments]:
     ]
 
 
+WGRAD_SENTENCES = (
+    """\
+dy must be 2-D, got 1-D
+x must be 2-D, got 3-D
+dy must be bfloat16, float16 or float32, got float64
+x must be bfloat16, got float32
+T differs: dy has 12, x has 11
+N must be a positive multiple of 16, got 24
+K must be a positive multiple of 16, got 24
+"""
+    + OFFS_SENTENCES
+    + """\
+dy_rows must be int32 or int64, got float32
+x_rows must be 1-D, got 2-D
+T differs: dy has 12, x_rows has 5
+give dy_rows or x_rows, got both
+"""
+)
+
+
 def scaled_wgrad_mistakes(good: Sample) -> list[Arguments]:
     dy_t, x_t = good["dy_t"], good["x_t"]
     scale_dy_t, scale_x_t = good["scale_dy_t"], good["scale_x_t"]
@@ -190,6 +286,30 @@ def scaled_wgrad_mistakes(good: Sample) -> list[Arguments]:
     ]
 
 
+SCALED_WGRAD_SENTENCES = (
+    """\
+dy_t must be 3-D, got 2-D
+dy_t must be float8_e4m3fn, got float32
+dy_t must hold blocks of 128 rows, got 64
+N must be a positive multiple of 16, got 24
+E differs: scale_dy_t has 32, offs has 3
+scale_dy_t must be float32, got float64
+the number of blocks differs: dy_t has 3, scale_dy_t has 1
+N differs: dy_t has 32, scale_dy_t has 16
+x_t must be 3-D, got 2-D
+x_t must be float8_e4m3fn, got float32
+x_t must hold blocks of 128 rows, got 256
+K must be a positive multiple of 16, got 40
+scale_x_t must be 2-D, got 1-D
+scale_x_t must be float32, got float64
+the number of blocks differs: x_t has 3, scale_x_t has 1
+K differs: x_t has 144, scale_x_t has 16
+the number of blocks differs: dy_t has 3, x_t has 2
+"""
+    + OFFS_SENTENCES
+)
+
+
 def main_grad_mistakes(good: Sample) -> list[Arguments]:
     main_grad = good["main_grad"]
     return [
@@ -202,6 +322,18 @@ def main_grad_mistakes(good: Sample) -> list[Arguments]:
         {"overwrite": torch.tensor([True])},
         {"overwrite": torch.tensor(1)},
     ]
+
+
+MAIN_GRAD_SENTENCES = """\
+main_grad must be 3-D, got 2-D
+main_grad must be float32 or bfloat16, got float16
+E differs: main_grad has 2, offs has 3
+N differs: main_grad has 16, dy has 32
+K differs: main_grad has 128, x has 144
+main_grad must be contiguous, got strides 4608, 1, 32
+overwrite must be 0-D, got 1-D
+overwrite must be bool, got int64
+"""
 
 
 def bad_experts(name: str, experts: list[torch.Tensor]) -> list[Arguments]:
@@ -252,6 +384,21 @@ def refresh_mistakes(good: Sample) -> list[Arguments]:
     return mistakes
 
 
+REFRESH_SENTENCES = """\
+w must be bfloat16, float16 or float32, got float64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+N must be a positive multiple of 16, got 24
+K must be a positive multiple of 16, got 8
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+w must be 2-D, got 1-D
+w must be bfloat16, got float64
+N differs: w has 16, the first w has 32
+K differs: w has 16, the first w has 144
+"""
+
+
 def main_grads_mistakes(good: Sample) -> list[Arguments]:
     main_grad = good["main_grad"]
     return [
@@ -262,3 +409,18 @@ def main_grads_mistakes(good: Sample) -> list[Arguments]:
         {"main_grad": [g.t().contiguous().t() for g in main_grad]},
         {"overwrite": torch.tensor(1)},
     ]
+
+
+MAIN_GRADS_SENTENCES = """\
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+main_grad must be 2-D, got 1-D
+main_grad must be float32, got float64
+N differs: main_grad has 16, the first main_grad has 32
+K differs: main_grad has 16, the first main_grad has 144
+main_grad must be float32 or bfloat16, got float16
+E differs: main_grad has 2, offs has 3
+N differs: main_grad has 16, dy has 32
+main_grad must be contiguous, got strides 1, 32
+overwrite must be bool, got int64
+"""

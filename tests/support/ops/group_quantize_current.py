@@ -8,7 +8,7 @@ import torch
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import BAD_EPSILONS, BAD_ROWS
+from support.mistakes import BAD_EPSILONS, BAD_ROWS, ROWS_SENTENCES
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import rows
 
@@ -42,15 +42,8 @@ OP = OpInfo(
     unspecified=("rows", None, "blocks"),
     too_large=(({"x": 0}, {}),),
     benchmark="bench_group_quantize",
-    sentences="""\
-x must be 2-D, got 1-D
-x must be bfloat16, float16 or float32, got float64
-K must be a positive multiple of 16, got 72
-offs must be 1-D, got 2-D
-offs must be int32, got int64
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-rowwise or columnwise must be true, got neither
+    sentences=ROWS_SENTENCES
+    + """\
 out_dtype must be float8_e4m3fn or float8_e5m2, got bfloat16
 amax_epsilon must be finite and not negative, got -0.5
 amax_epsilon must be finite and not negative, got inf

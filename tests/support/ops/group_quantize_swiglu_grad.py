@@ -8,7 +8,7 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import BAD_EPSILONS, swiglu_grad_mistakes
+from support.mistakes import BAD_EPSILONS, SWIGLU_GRAD_SENTENCES, swiglu_grad_mistakes
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.tensors import per_row, rows
 
@@ -64,33 +64,8 @@ OP = OpInfo(
     ),
     too_large=(({"dh": 0, "gate_up": 0, "weight": 0}, {}),),
     benchmark="bench_group_quantize",
-    sentences="""\
-dh must be 2-D, got 1-D
-gate_up must be 2-D, got 1-D
-dh must be bfloat16, float16 or float32, got float64
-gate_up must be bfloat16, got float32
-T differs: dh has 12, gate_up has 11
-K must be a positive multiple of 16, got 24
-2 * K differs: dh has 256, gate_up has 288
-weight must be 1-D, got 2-D
-weight must be float32, got bfloat16
-T differs: weight has 11, dh has 12
-offs must be 1-D, got 2-D
-offs must be int32, got int64
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-alpha must be finite, got 1e+39
-alpha must be finite, got -inf
-alpha must be finite, got nan
-beta must be finite, got 1e+39
-beta must be finite, got -inf
-beta must be finite, got nan
-limit must be positive, got 0
-limit must be positive, got -1.5
-limit must be positive, got nan
-cubic must be finite and not negative, got -0.5
-cubic must be finite and not negative, got 1e+39
-cubic must be finite and not negative, got nan
+    sentences=SWIGLU_GRAD_SENTENCES
+    + """\
 amax_epsilon must be finite and not negative, got -0.5
 amax_epsilon must be finite and not negative, got inf
 amax_epsilon must be finite and not negative, got nan

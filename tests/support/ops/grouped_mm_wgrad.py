@@ -8,7 +8,7 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import wgrad_mistakes
+from support.mistakes import WGRAD_SENTENCES, wgrad_mistakes
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.operands import gathered_before, gathering
 from support.tensors import rows
@@ -37,21 +37,7 @@ OP = OpInfo(
     variants={**variants.LAYOUTS, **variants.OUT, **variants.GATHERED_OPERANDS},
     too_large=(({"x": 0}, {"gathers": "x_rows"}), ({"dy": 0}, {"gathers": "dy_rows"})),
     benchmark="bench_grouped_mm",
-    sentences="""\
-dy must be 2-D, got 1-D
-x must be 2-D, got 3-D
-dy must be bfloat16, float16 or float32, got float64
-x must be bfloat16, got float32
-T differs: dy has 12, x has 11
-N must be a positive multiple of 16, got 24
-K must be a positive multiple of 16, got 24
-offs must be 1-D, got 2-D
-offs must be int32, got int64
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-dy_rows must be int32 or int64, got float32
-x_rows must be 1-D, got 2-D
-T differs: dy has 12, x_rows has 5
-give dy_rows or x_rows, got both
+    sentences=WGRAD_SENTENCES
+    + """\
 out_dtype must be bfloat16, float16 or float32, got float64""",
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import scaled_wgrad_mistakes
+from support.mistakes import SCALED_WGRAD_SENTENCES, scaled_wgrad_mistakes
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.tensors import BF16, per_group_rows, quantized_columns
 
@@ -60,27 +60,7 @@ OP = OpInfo(
     variants={"default_dtype": {"out_dtype": None}, **variants.PER_GROUP, **variants.SHARED},
     too_large=(({"dy_t": 0}, {}),),
     benchmark="bench_grouped_mm",
-    sentences="""\
-dy_t must be 3-D, got 2-D
-dy_t must be float8_e4m3fn, got float32
-dy_t must hold blocks of 128 rows, got 64
-N must be a positive multiple of 16, got 24
-E differs: scale_dy_t has 32, offs has 3
-scale_dy_t must be float32, got float64
-the number of blocks differs: dy_t has 3, scale_dy_t has 1
-N differs: dy_t has 32, scale_dy_t has 16
-x_t must be 3-D, got 2-D
-x_t must be float8_e4m3fn, got float32
-x_t must hold blocks of 128 rows, got 256
-K must be a positive multiple of 16, got 40
-scale_x_t must be 2-D, got 1-D
-scale_x_t must be float32, got float64
-the number of blocks differs: x_t has 3, scale_x_t has 1
-K differs: x_t has 144, scale_x_t has 16
-the number of blocks differs: dy_t has 3, x_t has 2
-offs must be 1-D, got 2-D
-offs must be int32, got int64
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
+    sentences=SCALED_WGRAD_SENTENCES
+    + """\
 out_dtype must be bfloat16, float16 or float32, got float64""",
 )

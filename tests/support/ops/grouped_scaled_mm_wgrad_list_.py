@@ -7,7 +7,7 @@ import torch
 
 from support import variants
 from support.groups import Groups
-from support.mistakes import main_grads_mistakes
+from support.mistakes import MAIN_GRADS_SENTENCES, main_grads_mistakes
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.operands import main_grads
 from support.ops import grouped_scaled_mm_wgrad, grouped_scaled_mm_wgrad_
@@ -44,16 +44,5 @@ OP = OpInfo(
     },
     every_tensor="overwrite",
     shares_kernels=True,
-    sentences="""\
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-main_grad must be 2-D, got 1-D
-main_grad must be float32, got float64
-N differs: main_grad has 16, the first main_grad has 32
-K differs: main_grad has 16, the first main_grad has 144
-main_grad must be float32 or bfloat16, got float16
-E differs: main_grad has 2, offs has 3
-N differs: main_grad has 16, dy has 32
-main_grad must be contiguous, got strides 1, 32
-overwrite must be bool, got int64""",
+    sentences=MAIN_GRADS_SENTENCES,
 )

@@ -8,7 +8,7 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import refresh_mistakes
+from support.mistakes import REFRESH_SENTENCES, refresh_mistakes
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.operands import kept_weight, recorded_amax, scales
 from support.tensors import listed
@@ -48,17 +48,9 @@ OP = OpInfo(
     shares_kernels=True,
     sentences="""\
 E differs: state has 3, w has 1
-w must be bfloat16, float16 or float32, got float64
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-N must be a positive multiple of 16, got 24
-K must be a positive multiple of 16, got 8
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-w must be 2-D, got 1-D
-w must be bfloat16, got float64
-N differs: w has 16, the first w has 32
-K differs: w has 16, the first w has 144
+"""
+    + REFRESH_SENTENCES
+    + """\
 refresh must be 0-D, got 1-D
 refresh must be bool, got int64
 q must be 3-D, got 4-D
