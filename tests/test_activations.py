@@ -28,7 +28,7 @@ from grouped_linear import (
 )
 from grouped_linear.ops.activation import GELU_TANH
 from support.calls import Calls
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.graphs import STRICT_GRAPHS
@@ -227,8 +227,7 @@ def test_gelu_with_tanh_is_fused(recipe: Recipe | None, in_order: bool, device: 
             step(torch.compile(call, fullgraph=True, backend=backend), *inputs)
             graphs = backend.fw_graphs + backend.bw_graphs
             compiled = [str(n.target) for g in graphs for n in g.graph.nodes]
-    for a, e in zip(*results, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(*results)
     assert calls[0] == calls[1]
     assert any("swiglu_grad" in op for op in calls[0])
     assert any("swiglu_grad" in target for target in compiled)
@@ -316,8 +315,7 @@ def test_its_gradients_are_those_of_rounded_gate_up(device: str) -> None:
 def test_saved_in_fp8_and_checkpointed(device: str) -> None:
     leaves, mlp = leaves_of("gelu", device, BF16), ours("gelu", None, device, True)
     recomputed = run(lambda *args: checkpoint(mlp, *args, use_reentrant=False), leaves)
-    for a, e in zip(recomputed, run(mlp, leaves), strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(recomputed, run(mlp, leaves))
 
 
 @DEVICES

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from grouped_linear import ops
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
 from support.groups import GROUPS
 from support.samples import make
@@ -48,8 +48,7 @@ def test_one_pass_has_the_bits_of_torch(
         for state in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if name == "amsgrad" else [])):
             assert_same_bits(optimizers[0].state[p][state], optimizers[1].state[plain][state])
         fresh = GroupedTensorWithMaster.quantize(plain.detach())
-        for own, other in zip(p.parts, fresh.parts, strict=True):
-            assert_same_bits(own, other)
+        assert_all_same_bits(p.parts, fresh.parts)
     assert len(op_calls) == (0 if name == "Adam" else 6)  # that torch decays the gradient
 
 
@@ -119,5 +118,4 @@ def test_cuda_graph(name: str) -> None:
         for p in ps:
             p.grad.copy_(draw(step, BF16))
         graph.replay(), eager.step()
-        for a, b in zip((ps[0].master, *ps[0].parts), (ps[1].master, *ps[1].parts), strict=True):
-            assert_same_bits(a, b)
+        assert_all_same_bits((ps[0].master, *ps[0].parts), (ps[1].master, *ps[1].parts))

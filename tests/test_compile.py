@@ -26,7 +26,7 @@ from grouped_linear import (
     ops,
     update_scales,
 )
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices
 from support.graphs import graphs
 from support.layers import linear_of
@@ -122,8 +122,7 @@ def test_training_equals_eager(backend: str, recipe: Recipe | None, device: str)
     eager, model = Experts(recipe, device), Experts(recipe, device)
     expected = train(eager, eager, device)
     compiled, counter = compiles(model, backend=backend)
-    for actual, right in zip(train(model, compiled, device), expected, strict=True):
-        assert_same_bits(actual, right)
+    assert_all_same_bits(train(model, compiled, device), expected)
     assert counter.frame_count == 1
 
 
@@ -203,8 +202,7 @@ def test_checkpointing_changes_no_bit(compiled: bool, recipe: Recipe | None, dev
         function(x, m_splits).float().square().sum().backward()
         gradients.append([x.grad, *(p.grad for p in model.parameters())])
         model.zero_grad()
-    for actual, expected in zip(*gradients, strict=True):
-        assert_same_bits(actual, expected)
+    assert_all_same_bits(*gradients)
 
 
 # --- recompiles ----------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from grouped_linear import (
     convert,
 )
 from grouped_linear.integrations.conversion import ConvertedExperts
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices
 from support.errors import sentence
 from support.ops import OPS
@@ -475,8 +475,7 @@ def check_fully_sharded(options: dict[str, bool], rank: int, directory: Path) ->
     for name in dims:
         shard = whole.get_parameter(name).detach().chunk(PROCESSES)[rank]
         sharded.get_parameter(name).detach().to_local().copy_(shard)
-    for actual, expected in zip(step(sharded, x, COUNTS), step(whole, x, COUNTS), strict=True):
-        assert_same_bits(actual, expected)
+    assert_all_same_bits(step(sharded, x, COUNTS), step(whole, x, COUNTS))
     check_gradients(sharded, whole, rank, dims)
 
 

@@ -23,7 +23,7 @@ from grouped_linear import (
 )
 from support import reference
 from support.calls import Calls
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices
 from support.graphs import graphs
 from support.ops import OPS
@@ -109,8 +109,7 @@ def test_recomputing_records_the_same(reentrant: bool, compiled: bool, device: s
 
     for function in (layer, call(recomputed, compiled)):
         function(x, m_splits).square().sum().backward()
-    for a, b in zip(layer.buffers(), other.buffers(), strict=True):
-        assert_same_bits(a, b)
+    assert_all_same_bits(layer.buffers(), other.buffers())
     assert_same_bits(layer.weight.grad, other.weight.grad)
 
 
@@ -125,8 +124,7 @@ def test_two_forwards_before_their_backwards(compiled: bool, device: str) -> Non
     function = call(interleaved, compiled)
     for loss in [function(*batch).square().sum() for batch in batches]:
         loss.backward()
-    for a, b in zip(one_by_one.buffers(), interleaved.buffers(), strict=True):
-        assert_same_bits(a, b)
+    assert_all_same_bits(one_by_one.buffers(), interleaved.buffers())
     assert_same_bits(one_by_one.weight.grad, interleaved.weight.grad)
 
 
@@ -199,8 +197,7 @@ def test_reset_parameters_forgets() -> None:
     update_scales(layer)
     layer.reset_parameters()
     fresh = make_layer("cpu")
-    for a, b in zip(layer.buffers(), fresh.buffers(), strict=True):
-        assert_same_bits(a, b)
+    assert_all_same_bits(layer.buffers(), fresh.buffers())
 
 
 def a_step(layer: Any, function: Any, x: Tensor, m_splits: Tensor, size: float) -> list[Tensor]:

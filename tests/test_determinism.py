@@ -9,7 +9,7 @@ from torch import Tensor
 from grouped_linear import ops
 from support.cases import distinct_variants
 from support.check import poison_freed_memory
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import needs_gpu
 from support.groups import GROUPS
 from support.op_info import Sample
@@ -38,8 +38,7 @@ def run(sample: Sample, device: str, threads: int = 1) -> list[Tensor]:
 
 
 def assert_all_same(actual: list[Tensor], expected: list[Tensor]) -> None:
-    for a, e in zip(actual, expected, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(actual, expected)
 
 
 def cases_of_threads(op: str) -> list[tuple[str, str]]:

@@ -40,7 +40,7 @@ from grouped_linear.parallel import (
 )
 from grouped_linear.parallel.expert_parallel import DISPATCHERS
 from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
-from support.compare import assert_same_bits, bits
+from support.compare import assert_all_same_bits, assert_same_bits, bits
 from support.devices import needs_two_gpus
 from support.documents import ROOT, examples
 from support.processes import PROCESSES, Checks, Passes, device
@@ -153,8 +153,7 @@ def check_both_compiled(rank: int, directory: Path) -> None:
     want = torch.autograd.grad(parallel(x, *route(logits)), (x, logits), dy)
     parallel.forward = compile_whole(parallel.forward)
     got = torch.autograd.grad(parallel(x, *route(logits)), (x, logits), dy)
-    for actual, expected in zip(got, want, strict=True):
-        assert_same_bits(actual, expected)
+    assert_all_same_bits(got, want)
 
 
 def check_open_sizes(dispatch: str, rank: int, directory: Path) -> None:
@@ -164,8 +163,7 @@ def check_open_sizes(dispatch: str, rank: int, directory: Path) -> None:
     compiled = compile_whole(parallel, dynamic=True)
     for count in (T, T - 4):
         data = [t[own(rank)][:count] for t in tokens()]
-        for a, b in zip(step(compiled, *data).values(), step(twin, *data).values(), strict=True):
-            assert_same_bits(a, b)
+        assert_all_same_bits(step(compiled, *data).values(), step(twin, *data).values())
         assert parallel.dispatcher is not None
         assert twin.dispatcher is not None
         assert parallel.dispatcher.dropped == twin.dispatcher.dropped
@@ -407,8 +405,7 @@ def check_shared_experts(rank: int, directory: Path) -> None:
         x = x.clone().requires_grad_()
         y = call(x, *route(logits))
         results.append((y, *torch.autograd.grad(y, (x, shared.weight), dy)))
-    for a, b in zip(*results, strict=True):
-        assert_same_bits(a, b)
+    assert_all_same_bits(*results)
 
 
 def check_refused(rank: int, directory: Path) -> None:

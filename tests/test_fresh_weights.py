@@ -48,7 +48,7 @@ from grouped_linear import (
 from grouped_linear.quantized import with_master
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Layouts, Operands, refresh_weight_
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.ops import OPS
@@ -373,8 +373,7 @@ class Pair:
             x, m_splits = inputs(self.device, dtype)
             y = layer(x, m_splits)
             results.append((y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))))
-        for a, e in zip(*results, strict=True):
-            assert_same_bits(a, e)
+        assert_all_same_bits(*results)
         self.check_graphs(results[1][0], dtype)
 
     def check_graphs(self, expected: Tensor, dtype: torch.dtype) -> None:
@@ -399,8 +398,7 @@ class Pair:
             x, m_splits = inputs(self.device, self.layers[1].weight.dtype)
             y = compiled_call(layer, x, m_splits)
             results.append((y, *torch.autograd.grad(y.square().sum(), (x, layer.weight))))
-        for a, e in zip(*results, strict=True):
-            assert_same_bits(a, e)
+        assert_all_same_bits(*results)
 
 
 def is_kept(p: Tensor) -> bool:
@@ -429,8 +427,7 @@ def test_a_copy_has_memory_of_its_own(how: str, device: str) -> None:
     before = [part.clone() for part in (w.master, w.q, w.scale, w.q_t)]
     copied: Any = COPIES[how](nn.Parameter(w) if how == "file" else w).detach()
     copied.mul_(-1)
-    for part, expected in zip((w.master, w.q, w.scale, w.q_t), before, strict=True):
-        assert_same_bits(part, expected)
+    assert_all_same_bits((w.master, w.q, w.scale, w.q_t), before)
     assert_same_bits(copied.q.float(), -w.q.float())
 
 
@@ -778,8 +775,7 @@ def test_an_assigned_tensor_is_copied(device: str) -> None:
     weight: Any = layer.weight
     assert_same_bits(weight.dequantize(), expected)
     fresh = GroupedTensorWithMaster.quantize(expected, RECIPES["block"])
-    for part, right in zip(weight.parts, fresh.parts, strict=True):
-        assert_same_bits(part, right)
+    assert_all_same_bits(weight.parts, fresh.parts)
 
 
 @DEVICES

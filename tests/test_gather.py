@@ -10,7 +10,7 @@ import torch
 
 from grouped_linear import ops
 from support import reference
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.groups import Groups
@@ -44,8 +44,7 @@ def test_sort_many(T: int, C: int, num_experts: int, device: str) -> None:
     for experts in (spread, skewed, torch.full_like(spread, num_experts - 1), ~spread.abs()):
         sample = Sample("sort_by_expert", {"experts": experts, "num_experts": num_experts})
         expected = reference.sort_by_expert(experts, num_experts)
-        for actual, e in zip(sample.results(device), expected, strict=True):
-            assert_same_bits(actual, e)
+        assert_all_same_bits(sample.results(device), expected)
 
 
 @pytest.mark.parametrize("device", devices("sort_by_expert"))

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 
 from grouped_linear import GroupedLinear, GroupedMLP, Recipe, grouped_linear, ops
 from support.calls import Calls
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices
 from support.errors import sentence
 from support.layers import linear_of
@@ -160,8 +160,7 @@ def test_autocast_of_experts_apart(
             total = torch.stack([w.grad for w in weights_of(layer)]).view(E, N, K)
         biases = [p.grad for name, p in layer.named_parameters() if name.startswith("bias")]
         results.append((y, x.grad, total, torch.stack(biases).view(E, N)))
-    for a, b in zip(*results, strict=True):
-        assert_same_bits(a, b)
+    assert_all_same_bits(*results)
 
 
 @pytest.mark.parametrize("order", ["backwards", "gaps"])
@@ -528,8 +527,7 @@ def test_selective_checkpointing_that_keeps_our_ops(
             gradients.append(torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]))
     finally:
         torch.use_deterministic_algorithms(False)
-    for kept, computed in zip(*gradients, strict=True):
-        assert_same_bits(kept, computed)
+    assert_all_same_bits(*gradients)
 
 
 def test_mx_blocks_of_a_weight_end_with_its_expert() -> None:
@@ -623,8 +621,7 @@ def test_checkpointed_micro_batches(
             function(x, m_splits, first).square().sum().backward()
             xs.append(x)
         results.append([main_grad, *(x.grad for x in xs), layer.bias.grad, *layer.buffers()])
-    for a, e in zip(*results, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(*results)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)

@@ -24,7 +24,7 @@ from grouped_linear import (
     SwiGLU,
 )
 from grouped_linear.meta_kernels.rules import ceil_div
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits
 from support.devices import devices
 from support.layers import linear_of
 from support.pairs import pairwise
@@ -153,8 +153,7 @@ def test_nothing_of_weights(kind: str, recipe: Recipe, compiled: bool, device: s
             sum(t.nbytes for t in saved if t.dim() == 3 and t.size(0) == E and t.size(2) != 128)
         )
         results.append([*outputs, *torch.autograd.grad(outputs[0].sum(), [x, *layer.parameters()])])
-    for a, e in zip(*results, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(*results)
     scales = 0 if isinstance(recipe, Float8CurrentScaling) else 64
     weights = 3 * E * F * H if kind == "mlp" else E * F * H
     assert kept[0] == 0

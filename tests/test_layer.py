@@ -25,7 +25,7 @@ from grouped_linear import (
 )
 from support import reference
 from support.calls import Calls
-from support.compare import assert_same_bits, bits, tail_is_zero, within
+from support.compare import assert_all_same_bits, assert_same_bits, bits, tail_is_zero, within
 from support.devices import devices
 from support.errors import sentence
 from support.groups import GROUPS, Groups
@@ -127,8 +127,7 @@ def test_bias_of_another_dtype(
     w, b = weight(SMALL, dtype), torch.randn(SMALL.E, SMALL.N).to(other)
     *actual, db = run(x, w, b, list(SMALL.m_splits), dy, recipe, device)
     *expected, db_cast = run(x, w, b.to(dtype), list(SMALL.m_splits), dy, recipe, device)
-    for a, e in zip(actual, expected, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(actual, expected)
     assert db.dtype == other
     assert_same_bits(db.to(BF16), db_cast.to(BF16))  # one float32 sum, rounded once to each
 
@@ -298,8 +297,7 @@ def test_expanded_gradient(recipe: Recipe | None, device: str) -> None:
     grads = []
     for dy in (torch.ones(()).expand(SMALL.T, SMALL.N), torch.ones(SMALL.T, SMALL.N)):
         grads.append(run(x, w, None, SMALL.m_splits, dy, recipe, device))
-    for a, e in zip(*grads, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(*grads)
     x.requires_grad_()
     state = state_for(recipe, SMALL.E, device)
     grouped_linear(x, w, SMALL.m_splits, None, recipe, state).sum().backward()
@@ -313,8 +311,7 @@ def test_layer_is_deterministic(recipe: Recipe | None, device: str) -> None:
     w, b = weight(SMALL, BF16), torch.randn(SMALL.E, SMALL.N).to(BF16)
     first, *others = (run(x, w, b, SMALL.m_splits, dy, recipe, device) for _ in range(4))
     for other in others:
-        for a, e in zip(other, first, strict=True):
-            assert_same_bits(a, e)
+        assert_all_same_bits(other, first)
 
 
 @DEVICES

@@ -8,7 +8,7 @@ import torch
 
 from grouped_linear import Float8BlockScaling, GroupedLinear, ops
 from grouped_linear.nn import functional
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices
 from support.groups import GROUPS
 from support.layers import linear_of
@@ -52,8 +52,7 @@ def test_an_eager_layer_gives_the_bits_of_separate_ops(device: str) -> None:
         y = layer(x, torch.tensor(groups.m_splits, device=device))
         y.backward(torch.randn_like(y, dtype=FP32).to(BF16))
         results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
-    for one, several in zip(*results, strict=True):
-        assert_same_bits(one, several)
+    assert_all_same_bits(*results)
 
 
 @pytest.mark.parametrize("device", devices("block_scaled_linear"))

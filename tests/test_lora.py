@@ -35,7 +35,7 @@ from grouped_linear.ops import sort_by_expert
 from grouped_linear.quantized.frozen import dequantize_blocks
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support import reference
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.mlp import E, F, H, near, run
@@ -544,8 +544,7 @@ def test_ways_to_call(recipe: Recipe | None, device: str) -> None:
             y = call(x, scores, experts)
             results.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
         for other in results[1:]:
-            for a, e in zip(other, results[0], strict=True):
-                assert_same_bits(a, e)
+            assert_all_same_bits(other, results[0])
     assert counter.frame_count == 1
 
 

@@ -25,7 +25,7 @@ from grouped_linear import (
     ops,
 )
 from grouped_linear.recipes import DelayedScalingState
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import CUDA_OPS, needs_gpu
 from support.errors import sentence
 from support.groups import Groups
@@ -388,8 +388,7 @@ def test_a_step_without_the_gradients_that_wait(compiled: bool) -> None:
         step = torch.compile(step, backend="aot_eager")
     with pytest.raises(RuntimeError, match=r"^GroupedLinear: AdamW steps a weight .*backward_dw"):
         step()
-    for p, own in zip(layer.parameters(), before, strict=True):
-        assert_same_bits(p, own)
+    assert_all_same_bits(layer.parameters(), before)
     layer.backward_dw()
     step()
     assert not torch.equal(layer.weight, before[0])

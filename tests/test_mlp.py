@@ -31,7 +31,7 @@ from grouped_linear.recipes import Layouts, quantize_for_gemms
 from grouped_linear.recipes.quantize import quantize_tokens
 from support import reference
 from support.calls import Calls
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.formats import composed, with_function
@@ -286,8 +286,7 @@ def test_weights_are_quantized_again_as_before() -> None:
     kept, again = (
         run(ours(experts, replace(own, requantize_weights=r)), leaves) for r in (False, True)
     )
-    for a, e in zip(again, kept, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(again, kept)
 
 
 @DEVICES
@@ -384,8 +383,7 @@ def test_biases_beside_main_grad(device: str) -> None:
     y.backward(torch.randn(y.shape).to(y))
     assert all(w.grad is None for w in weights)
     found = [x.grad, *(w.main_grad for w in weights), *(b.grad for b in biases)]
-    for a, e in zip(found, [dx, *expected], strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(found, [dx, *expected])
 
 
 @DEVICES
@@ -520,8 +518,7 @@ def test_one_compile_for_every_number_of_tokens(device: str) -> None:
             y = call(x, router)
             leaves = [x, router, *mlp.parameters()]
             results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
-        for a, e in zip(*results, strict=True):
-            assert_same_bits(a, e)
+        assert_all_same_bits(*results)
     assert counter.frame_count == 1
 
 
@@ -576,8 +573,7 @@ def test_room_for_fewer_rows(
         leaves[1].masked_fill_((kept < 0) & (experts >= 0), torch.nan)
     expected = run(ours(kept, recipe, states[0], kind), leaves)
     bounded = ours(experts, recipe, states[1], kind, max_rows)
-    for a, e in zip(run(bounded, leaves), expected, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(run(bounded, leaves), expected)
 
 
 @DEVICES
@@ -607,8 +603,7 @@ def test_room_for_fewer_rows_compiled(constant: bool, device: str) -> None:
         }
         y = compiled(*inputs)
         results.append([y, *torch.autograd.grad(y.sum(), [x, *mlp.parameters()])])
-        for a, e in zip(*results, strict=True):
-            assert_same_bits(a, e)
+        assert_all_same_bits(*results)
     assert counter.frame_count == 1
 
 
@@ -645,8 +640,7 @@ def test_checkpointed(device: str) -> None:
     experts = ROUTINGS["random"].to(device)
     leaves, mlp = leaves_of(experts, device, BF16), ours(experts, Float8BlockScaling())
     recomputed = run(lambda *args: checkpoint(mlp, *args, use_reentrant=False), leaves)
-    for a, e in zip(recomputed, run(mlp, leaves), strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(recomputed, run(mlp, leaves))
 
 
 @DEVICES
@@ -787,8 +781,7 @@ def test_one_cuda_graph_for_every_routing(kind: str, recipe: Recipe | None) -> N
             weights.copy_(torch.rand(90, 3))
             experts.copy_(torch.randint(-1, E, (90, 3)))
         graph.replay()
-        for a, e in zip(captured, step(), strict=True):
-            assert_same_bits(a, e)
+        assert_all_same_bits(captured, step())
 
 
 @needs_gpu

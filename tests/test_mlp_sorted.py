@@ -24,7 +24,7 @@ from grouped_linear import (
 )
 from grouped_linear.ops.activation import Activation
 from support.calls import Calls
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.graphs import STRICT_GRAPHS
@@ -86,8 +86,7 @@ def test_bits_of_grouped_mlp(weighted: bool, recipe: Recipe | None, kind: str, d
     if not weighted:
         leaves[1] = None
     actual, expected = (run(of(kind, recipe, device), leaves) for of in (ours, by_choice))
-    for a, e in zip(actual, expected, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(actual, expected)
     assert not actual[0][sum(SPLITS) :].any()
 
 
@@ -101,8 +100,7 @@ def test_every_dtype_and_what_no_expert_has(dtype: torch.dtype, device: str) -> 
         leaves[0][sum(SPLITS) :] = torch.nan
         leaves[1][sum(SPLITS) :] = torch.nan
     spoilt = run(ours("plain", None, device), leaves)
-    for a, e in zip(spoilt, clean, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(spoilt, clean)
 
 
 @DEVICES
@@ -156,8 +154,7 @@ def test_the_module_compiled_in_one_graph(recipe: Recipe | None, device: str) ->
             y = call(x, m_splits, weights)
             gradients = torch.autograd.grad(y.square().sum(), [x, weights, *mlp.parameters()])
             results.append([y, *gradients])
-        for a, e in zip(*results, strict=True):
-            assert_same_bits(a, e)
+        assert_all_same_bits(*results)
     assert counter.frame_count == 1
 
 

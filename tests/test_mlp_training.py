@@ -6,27 +6,21 @@ both weights quantized in every call, gradients returned, eager.
 T tokens, C experts chosen for a token, E experts, H features of a token, F features of an expert.
 """
 
-import copy
 import functools
-import pickle
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor.utils import run_and_get_code
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grouped_linear import GroupedMLP, Recipe, ops, update_scales
 from support import training
-from support.calls import Calls
-from support.compare import assert_same_bits, assert_shows_cold
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
-from support.groups import experts_of
 from support.ops import OPS
 from support.pairs import in_turn, pairwise
 from support.recipes import MORE_RECIPES, RECIPES
@@ -36,6 +30,7 @@ from support.training import (
     FEATURES,
     Feature,
     Mode,
+    Routed,
     captured,
     checkpointed,
     compiled,
@@ -45,37 +40,14 @@ from support.training import (
     interleaved,
 )
 
-T, E, H, F, C = training.T, training.E, training.K, 48, 2
+E, H, F = training.E, training.K, 48
 STEPS, LEARNING_RATE = (1, 2, 8), 0.01
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 TRAINED = RECIPES | {"block_bf16_wgrad": MORE_RECIPES["block_bf16_wgrad"]}
 EVERY_RECIPE = pytest.mark.parametrize("recipe", TRAINED.values(), ids=TRAINED)
-QUANTIZING = {name: recipe for name, recipe in RECIPES.items() if recipe is not None}
-EVERY_QUANTIZING = pytest.mark.parametrize("recipe", QUANTIZING.values(), ids=QUANTIZING)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-FLAGS = pytest.mark.parametrize("flag", ["bool", "tensor"])
 OURS = ("cached", "cached_flag", "fused", "fused_bf16", "cached_fused", "cached_fused_flag")
 EVERY_FEATURE = pytest.mark.parametrize("feature", [FEATURES[name] for name in OURS], ids=OURS)
-
-
-class Routed(nn.Module):
-    """A GroupedMLP that is called as the modes of support/training.py call a layer.
-
-    Which experts a token goes to follows from m_splits; past their sum, where x is NaN, to none.
-    Some experts have no tokens.
-    """
-
-    def __init__(self, mlp: GroupedMLP) -> None:
-        super().__init__()
-        self.mlp = mlp
-        self.score = nn.Parameter(torch.rand(T, C, device=mlp.down_proj.device))
-
-    @property
-    def weights(self) -> list[Any]:
-        return [self.mlp.gate_up_proj, self.mlp.down_proj]
-
-    def forward(self, x: Tensor, m_splits: Tensor, first: Tensor | bool | None = None) -> Tensor:
-        return self.mlp(x, self.score, experts_of(m_splits, T), first)
 
 
 def make(recipe: Recipe | None, dtype: torch.dtype, device: str, **options: Any) -> Routed:
@@ -200,11 +172,6 @@ def flag_of(kind: str, first: bool, device: str) -> Any:
     return {"none": None, "bool": first}.get(kind, torch.tensor(first, device=device))
 
 
-def assert_all_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
-    for a, e in zip(actual, expected, strict=True):
-        assert_same_bits(a, e)
-
-
 def check(
     feature: Feature, mode: Mode, recipe: Recipe | None, dtype: torch.dtype, device: str
 ) -> None:
@@ -249,212 +216,19 @@ def test_features_under_cudagraph_trees(name: str, recipe: Recipe | None) -> Non
     check(FEATURES[name], cudagraph_trees, recipe, BF16, "cuda")
 
 
-# --- the caches ----------------------------------------------------------------------------------
-
-COLD = "GroupedMLP: is_first_microbatch=False reads the weight cache, which holds no weight yet"
-
-
-def cached(recipe: Recipe | None, device: str) -> Routed:
-    return make(recipe, FP32, device, cache_weights=True)
-
-
 def inputs(device: str) -> tuple[Tensor, Tensor]:
     x, m_splits, _ = batches(FP32, device, 1)[0]
     return x, m_splits
 
 
-def caches_of(layer: Routed) -> list[Any]:
-    return [layer.mlp.gate_up_proj_cache, layer.mlp.down_proj_cache]
-
-
 def kept_in_caches(layer: Routed) -> list[Tensor]:
-    weights = (cache.quantized_weight() for cache in caches_of(layer))
-    return [t for weight in weights for t in weight if t is not None]
+    caches = layer.mlp.gate_up_proj_cache, layer.mlp.down_proj_cache
+    return [t for cache in caches for t in cache.quantized_weight() if t is not None]
 
 
 def outcome(layer: Routed, y: Tensor, x: Tensor) -> list[Tensor]:
     """y, and every gradient."""
     return [y, *torch.autograd.grad(y.square().sum(), (x, layer.score, *layer.weights))]
-
-
-@torch.no_grad()
-def change(*weights: Tensor) -> None:
-    """As programs do that have weights of their own: torch counts no such write."""
-    for w in weights:
-        w.data.mul_(3)
-
-
-@DEVICES
-@EVERY_QUANTIZING
-@FLAGS
-def test_reads_what_it_wrote(flag: str, recipe: Recipe | None, device: str) -> None:
-    """And both weights, each of its own cache."""
-    layer, (x, m_splits) = cached(recipe, device), inputs(device)
-
-    def call(first: Any) -> list[Tensor]:
-        return outcome(layer, layer(x, m_splits, first), x)
-
-    written = call(flag_of(flag, True, device))
-    for w in layer.weights:
-        change(w)
-        kept, plain = call(flag_of(flag, False, device)), call(None)
-        assert_all_same_bits(kept, written)
-        assert not torch.equal(plain[0], kept[0])
-        written = call(flag_of(flag, True, device))
-        assert_all_same_bits(written, plain)
-
-
-MADE_COLD: dict[str, Callable[[GroupedMLP], Any]] = {
-    "born": lambda mlp: mlp,
-    "load_state_dict": lambda mlp: mlp.load_state_dict(mlp.state_dict()),
-    "reset_parameters": lambda mlp: mlp.reset_parameters(),
-    "to_empty": lambda mlp: mlp.to_empty(device=mlp.down_proj.device),
-    "moved": lambda mlp: mlp.bfloat16().float(),
-}
-
-
-@DEVICES
-@EVERY_QUANTIZING
-@pytest.mark.parametrize("how", MADE_COLD)
-def test_cold(how: str, recipe: Recipe | None, device: str) -> None:
-    """A bool raises, a flag on the device computes NaN; no tensor is replaced."""
-    layer, (x, m_splits) = cached(recipe, device), inputs(device)
-    addresses = [t.data_ptr() for t in kept_in_caches(layer)]
-    if how != "born":
-        layer(x, m_splits, True)
-        layer(x, m_splits, False)
-    MADE_COLD[how](layer.mlp)
-    with pytest.raises(RuntimeError, match=COLD):
-        layer(x, m_splits, False)
-    if how == "to_empty":  # what it holds is anything
-        return
-    assert_shows_cold(layer(x, m_splits, torch.tensor(False, device=device)), x)
-    assert_same_bits(layer(x, m_splits, True), layer(x, m_splits))
-    now = [t.data_ptr() for t in kept_in_caches(layer)]
-    assert now == addresses
-
-
-@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
-def test_reads_no_other_weight_than_it_was_filled_from(name: str) -> None:
-    """Neither one that is given in its place, nor what was written since."""
-    layer, (x, m_splits) = cached(QUANTIZING["block"], "cpu"), inputs("cpu")
-    y, w = layer(x, m_splits, True), layer.mlp.get_parameter(name)
-    other = {f"mlp.{name}": w.detach() * 3}
-    with pytest.raises(RuntimeError, match="the weight that filled it is another tensor"):
-        functional_call(layer, other, (x, m_splits, False))
-    assert_same_bits(layer(x, m_splits, False), y)
-    with torch.no_grad():
-        w.mul_(3)
-    with pytest.raises(RuntimeError, match="the weight that filled it was written since"):
-        layer(x, m_splits, False)
-
-
-@DEVICES
-def test_one_cold_cache_is_enough(device: str) -> None:
-    layer, (x, m_splits) = cached(QUANTIZING["block"], device), inputs(device)
-    for cache in caches_of(layer):
-        layer(x, m_splits, True)
-        cache.reset()
-        with pytest.raises(RuntimeError, match=COLD):
-            layer(x, m_splits, False)
-
-
-@pytest.mark.parametrize("name", ["block", "mxfp8"])
-def test_compiled_cold_and_warm(name: str) -> None:
-    """NaN where a graph reads a cold cache; what it writes is there without one.
-
-    Of two kinds of caches, with scales and without; test_features compiles every recipe's.
-    """
-    recipe = QUANTIZING[name]
-    layer, (x, m_splits) = cached(recipe, "cpu"), inputs("cpu")
-    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert call(x, m_splits, False)[:35].isnan().all()
-    y = call(x, m_splits, True)
-    assert_same_bits(layer(x, m_splits, False), y)
-    assert_same_bits(call(x, m_splits, False), y)
-
-
-def test_state_dict_without_caches() -> None:
-    layer = cached(QUANTIZING["block"], "cpu")
-    assert set(layer.mlp.state_dict()) == {"gate_up_proj", "down_proj"}
-    assert not list(layer.mlp.buffers())
-    assert len(kept_in_caches(layer)) == 6
-
-
-def through_pickle(layer: Routed) -> Routed:
-    return pickle.loads(pickle.dumps(layer))
-
-
-@EVERY_QUANTIZING
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
-def test_copies_are_apart(copied: Callable[[Routed], Routed], recipe: Recipe | None) -> None:
-    layer, (x, m_splits) = cached(recipe, "cpu"), inputs("cpu")
-    y = layer(x, m_splits, True)
-    twin = copied(layer)
-    with pytest.raises(RuntimeError, match=COLD):
-        twin(x, m_splits, False)
-    assert_same_bits(twin(x, m_splits, True), y)
-    change(*twin.weights)
-    assert not torch.equal(twin(x, m_splits, True), y)
-    assert_same_bits(layer(x, m_splits, False), y)
-
-
-@EVERY_QUANTIZING
-def test_meta_device(recipe: Recipe | None) -> None:
-    mlp = GroupedMLP(E, H, F, recipe=recipe, cache_weights=True, device="meta")
-    mlp.to_empty(device="cpu").reset_parameters()
-    (x, m_splits), layer = inputs("cpu"), Routed(mlp)
-    with pytest.raises(RuntimeError, match=COLD):
-        layer(x, m_splits, False)
-    assert_same_bits(layer(x, m_splits, True), layer(x, m_splits))
-
-
-@DEVICES
-@EVERY_QUANTIZING
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_filled_without_gradients(mode: Any, recipe: Recipe | None, device: str) -> None:
-    """What validation leaves in it serves training: both layouts are there."""
-    layer, (x, m_splits) = cached(recipe, device), inputs(device)
-    with mode():
-        y = layer(x, m_splits, True)
-    filled, expected = (outcome(layer, layer(x, m_splits, f), x) for f in (False, None))
-    assert_same_bits(filled[0], y)
-    assert_all_same_bits(filled, expected)
-
-
-@DEVICES
-@EVERY_QUANTIZING
-@FLAGS
-def test_a_refresh_before_the_backward(flag: str, recipe: Recipe | None, device: str) -> None:
-    """Raises, where a gradient reads what was refreshed."""
-    layer, (x, m_splits) = cached(recipe, device), inputs(device)
-    y = layer(x, m_splits, flag_of(flag, True, device))
-    change(*layer.weights)
-    # A flag that skips raises, too: the host cannot know.
-    layer(x, m_splits, flag_of(flag, flag == "bool", device))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-    for parameter in (layer.mlp.gate_up_proj, layer.score):  # what needs the second layer's dgrad
-        parameter.requires_grad_(False)
-    x = x.detach()
-    y = layer(x, m_splits, flag_of(flag, True, device))
-    expected = torch.autograd.grad(y.sum(), layer.mlp.down_proj, retain_graph=True)
-    change(*layer.weights)
-    layer(x, m_splits, flag_of(flag, True, device))
-    assert_same_bits(torch.autograd.grad(y.sum(), layer.mlp.down_proj)[0], expected[0])
-
-
-def test_work() -> None:
-    """Quantized once a step, not once a micro-batch; products write main_grad themselves."""
-    layer = make(QUANTIZING["block"], BF16, "cpu", **FEATURES["cached_fused"].options)
-    give_main_grads(layer, FEATURES["cached_fused"])
-    with Calls() as calls:
-        for i, (x, m_splits, dy) in enumerate(batches(BF16, "cpu", 4)):
-            layer(x, m_splits, i == 0).backward(dy)
-    assert calls.counts["refresh_weight_"] == 2
-    assert calls.counts["grouped_scaled_mm_wgrad_"] == 2 * 4
-    assert calls.counts["grouped_scaled_mm_wgrad"] == 0
-    assert not any(op.startswith("quantize_weight") for op in calls.counts)
 
 
 # --- main_grad -----------------------------------------------------------------------------------
@@ -541,21 +315,7 @@ def test_inductor_clones_neither_main_grads_nor_caches(recipe: Recipe | None) ->
 
 
 def test_mistakes() -> None:
-    uncached, (x, m_splits) = make(RECIPES["block"], FP32, "cpu"), inputs("cpu")
-    assert sentence(lambda: uncached(x, m_splits, True)) == (
-        "GroupedMLP: is_first_microbatch needs cache_weights=True under the recipe "
-        "Float8BlockScaling"
-    )
-    for flag, said in (
-        (torch.tensor([True]), "1-D bool on cpu"),
-        (torch.tensor(1), "0-D int64 on cpu"),
-        (torch.tensor(True, device="meta"), "0-D bool on meta"),
-    ):
-        layer = cached(RECIPES["block"], "cpu")
-        assert sentence(lambda flag=flag, layer=layer: layer(x, m_splits, flag)) == (
-            "GroupedMLP: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, "
-            f"got {said}"
-        )
+    x, m_splits = inputs("cpu")
     layer = fused(None, "cpu")
     layer.mlp.down_proj.main_grad = torch.zeros(E, F, H)
     assert sentence(lambda: layer(x, m_splits)) == (
@@ -568,10 +328,3 @@ def test_mistakes() -> None:
     )
     with torch.no_grad():  # nothing is asked of main_grad
         layer(x, m_splits)
-
-
-def test_without_a_recipe_there_is_nothing_to_keep() -> None:
-    layer, (x, m_splits) = cached(None, "cpu"), inputs("cpu")
-    assert caches_of(layer) == [None, None]
-    for first in (False, True, torch.tensor(False)):
-        assert_same_bits(layer(x, m_splits, first), layer(x, m_splits))

@@ -28,7 +28,7 @@ from grouped_linear import (
     convert,
 )
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from support.compare import assert_same_bits, bits
+from support.compare import assert_all_same_bits, assert_same_bits, bits
 from support.devices import devices
 from support.documents import models
 from support.errors import sentence
@@ -599,8 +599,7 @@ def test_converted_again_to_both_precisions() -> None:
         assert any(w is p for p in optimizer.param_groups[0]["params"])
         made = GroupedTensorWithMaster.quantize(w.detach().clone().dequantize(), recipe)
         assert type(w.master) is Tensor
-        for part, expected in zip(w.parts, made.parts, strict=True):
-            assert_same_bits(part, expected)
+        assert_all_same_bits(w.parts, made.parts)
 
 
 @pytest.mark.parametrize("weights", ["both", "fp8"])

@@ -10,7 +10,7 @@ from hypothesis import strategies
 
 from support import reference
 from support.check import check
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices
 from support.groups import GROUPS, WIDE, Groups
 from support.op_info import Sample
@@ -185,5 +185,4 @@ def test_as_many_weights_as_there_can_be(device: str) -> None:
     w = [room[e, e % 8 : e % 8 + 256].view(16, 16) for e in range(1024)]
     sample = Sample("quantize_weight_list", {"w": w})
     expected = reference.quantize_weight(torch.stack(w), Scaling())
-    for actual, right in zip(sample.results(device), expected, strict=True):
-        assert_same_bits(actual, right)
+    assert_all_same_bits(sample.results(device), expected)

@@ -38,7 +38,7 @@ from grouped_linear import (
 )
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import needs_two_gpus
 from support.errors import sentence
 from support.processes import PROCESSES, Checks, Passes, device
@@ -113,8 +113,7 @@ def check_training(name: str, rank: int, directory: Path) -> None:
             shard(model, reshard)
         outputs = [train(model) for model in (whole, plain, kept)]
         for other in outputs[1:]:
-            for a, e in zip(other, outputs[0], strict=True):
-                assert_same_bits(a, e)
+            assert_all_same_bits(other, outputs[0])
         for p, q in zip(kept.parameters(), plain.parameters(), strict=True):
             assert_fresh(p)
             assert_same_bits(p.to_local().dequantize(), q.to_local())  # type: ignore[attr-defined]

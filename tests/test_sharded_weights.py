@@ -37,7 +37,7 @@ from grouped_linear import (
     Lora,
     update_scales,
 )
-from support.compare import assert_same_bits, bits
+from support.compare import assert_all_same_bits, assert_same_bits, bits
 from support.layers import linear_of
 from support.processes import PROCESSES, Checks, Passes
 from support.tensors import BF16
@@ -104,8 +104,7 @@ def check_training(experts: int, weights: str, rank: int, directory: Path) -> No
     whole, sharded = (Model(experts, weights=weights) for _ in range(2))
     shard(sharded)
     assert_frozen_is_shard(sharded, whole, rank)
-    for a, b in zip(train(sharded, sharded), train(whole, whole), strict=True):
-        assert_same_bits(a, b)
+    assert_all_same_bits(train(sharded, sharded), train(whole, whole))
     assert_frozen_is_shard(sharded, whole, rank)
 
 
@@ -124,8 +123,7 @@ def check_adapters(rank: int, directory: Path) -> None:
     """Shards of adapters learn as whole ones."""
     whole, sharded = Model(), Model()
     shard(sharded)
-    for a, b in zip(train(sharded, sharded), train(whole, whole), strict=True):
-        assert_same_bits(a, b)
+    assert_all_same_bits(train(sharded, sharded), train(whole, whole))
     for part in "ab":
         own: Any = sharded.experts.get_parameter(f"weight_lora_{part}")
         assert_same_bits(
@@ -159,8 +157,7 @@ def check_nothing_kept_of_weights(rank: int, directory: Path) -> None:
         mesh = init_device_mesh("cpu", (PROCESSES,))
         for layer in (*sharded.layers, sharded):
             fully_shard(layer, mesh=mesh)
-        for a, b in zip(train(sharded, sharded), train(whole, whole), strict=True):
-            assert_same_bits(a, b)
+        assert_all_same_bits(train(sharded, sharded), train(whole, whole))
         saved: list[Tensor] = []
         x = torch.randn(T, K, dtype=BF16)
         with torch.autograd.graph.saved_tensors_hooks(
@@ -179,8 +176,7 @@ def check_replicas(rank: int, directory: Path) -> None:
     whole, replicated = Model(), Model()
     mesh = init_device_mesh("cpu", (PROCESSES, 1), mesh_dim_names=("replicate", "shard"))
     fully_shard(replicated, mesh=mesh)
-    for a, b in zip(train(replicated, replicated), train(whole, whole), strict=True):
-        assert_same_bits(a, b)
+    assert_all_same_bits(train(replicated, replicated), train(whole, whole))
 
 
 def check_bytes(rank: int, directory: Path) -> None:
@@ -293,8 +289,7 @@ def check_compiled(rank: int, directory: Path) -> None:
     for m in (model, twin):
         shard(m)
     compiled = torch.compile(model, backend="aot_eager")
-    for a, b in zip(train(model, compiled), train(twin, twin), strict=True):
-        assert_same_bits(a, b)
+    assert_all_same_bits(train(model, compiled), train(twin, twin))
 
 
 def check_data_parallel(rank: int, directory: Path) -> None:
@@ -305,8 +300,7 @@ def check_data_parallel(rank: int, directory: Path) -> None:
         model.experts.reset_parameters()
     model, twin = models
     parallel = nn.parallel.DistributedDataParallel(model)
-    for a, b in zip(train(model, parallel), train(twin, twin), strict=True):
-        assert_same_bits(a, b)
+    assert_all_same_bits(train(model, parallel), train(twin, twin))
     for name in FROZEN:
         assert_same_bits(model.experts.get_parameter(name), twin.experts.get_parameter(name))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear import GroupedLinear, Recipe, ops, update_scales
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
 from support.layers import linear_of
 from support.ops import OPS
@@ -197,8 +197,7 @@ def check(
         return
     actual = run(feature, mode, recipe, dtype, device)
     expected = plain_run(recipe, dtype, device, feature.main_grad if feature.fused else None)
-    for a, e in zip(actual, expected, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(actual, expected)
 
 
 @DEVICES
@@ -332,5 +331,4 @@ def test_a_layer_that_travelled(feature: Feature, travel: Any, recipe: Recipe | 
         total = whole([w.main_grad if feature.fused else w.grad for w in weights])
         results[-1] += [total, whole([b.grad for b in biases_of(trained)])]
         optimizer_step(trained, total)  # the other one does not see it
-    for a, e in zip(*results, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(*results)

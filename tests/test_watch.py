@@ -27,7 +27,7 @@ from grouped_linear.debugging import Statistics
 from grouped_linear.meta_kernels.watch import COLUMNS
 from grouped_linear.nn.watched import ROLES, WatchedLayer
 from support import reference
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.formats import composed
@@ -292,8 +292,7 @@ def test_bits_flag_and_compiled_graphs(name: str, kind: str, where: str) -> None
     assert counted[..., 0].sum() == counted[..., 0].numel()  # each operand of each group, once
     assert not seen.read().any()
     for results in (off, on):
-        for actual, one in zip(results, plain, strict=True):
-            assert_same_bits(actual, one)
+        assert_all_same_bits(results, plain)
 
     if (list(RECIPES).index(name) - LAYERS.index(kind)) % 5 not in (0, 2):
         return

@@ -1,5 +1,7 @@
 """The weight cache: when it is read, when it is written, and that neither ever happens in silence.
 
+Of GroupedLinear and of GroupedMLP, which has one for each of its two weights.
+
 T rows, E groups, K in_features, N out_features.
 """
 
@@ -10,21 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from grouped_linear import GroupedLinear, Recipe, update_scales
+from grouped_linear import GroupedLinear, GroupedMLP, Recipe, update_scales
+from grouped_linear.quantized.weight_cache import WeightCache
 from support.calls import Calls
-from support.compare import assert_same_bits, assert_shows_cold
+from support.compare import assert_all_same_bits, assert_same_bits, assert_shows_cold
 from support.devices import devices
 from support.errors import sentence
+from support.layers import through_pickle
 from support.ops import OPS
-from support.pairs import pairwise
+from support.pairs import in_turn, pairwise
 from support.recipes import RECIPES
+from support.training import E, K, N, Routed, T
 
-T, E, K, N = 40, 3, 32, 48
 QUANTIZING = {name: recipe for name, recipe in RECIPES.items() if recipe is not None}
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 EVERY_RECIPE = pytest.mark.parametrize("recipe", QUANTIZING.values(), ids=QUANTIZING)
@@ -35,20 +39,50 @@ FLAGS = pytest.mark.parametrize("flag", FLAG.values(), ids=FLAG)
 BACKENDS = {name: name for name in ("eager", "aot_eager", "inductor")}
 
 
-def make_layer(recipe: Recipe | None, device: str, **options: Any) -> GroupedLinear:
+def make_layer(recipe: Recipe | None, device: str = "cpu", **options: Any) -> Any:
     torch.manual_seed(0)
-    return GroupedLinear(E, K, N, recipe=recipe, device=device, cache_weights=True, **options)
+    options = {"cache_weights": True, "bias": False} | options
+    return GroupedLinear(E, K, N, recipe=recipe, device=device, **options)
 
 
-def kept(layer: GroupedLinear) -> list[Tensor]:
-    return [t for t in layer.weight_cache.quantized_weight() if t is not None]
+def make_mlp(recipe: Recipe | None, device: str = "cpu", **options: Any) -> Any:
+    torch.manual_seed(0)
+    options = {"cache_weights": True} | options
+    return Routed(GroupedMLP(E, K, N, recipe=recipe, device=device, **options))
 
 
-def call_of(layer: GroupedLinear, compiled: bool) -> Any:
+Make = Callable[..., Any]
+LAYERS: dict[str, Make] = {"linear": make_layer, "mlp": make_mlp}
+EVERY_LAYER = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+EVERY_LAYER_AND_RECIPE = pytest.mark.parametrize(("make", "recipe"), pairwise(LAYERS, QUANTIZING))
+
+
+def grouped(layer: Any) -> Any:
+    return layer.mlp if isinstance(layer, Routed) else layer
+
+
+def name_of(layer: Any) -> str:
+    return type(grouped(layer)).__name__
+
+
+def caches_of(layer: Any) -> list[WeightCache]:
+    return [module for module in layer.modules() if isinstance(module, WeightCache)]
+
+
+def weights_of(layer: Any) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in layer.named_parameters() if p.dim() == 3}
+
+
+def kept(layer: Any) -> list[Tensor]:
+    weights = (cache.quantized_weight() for cache in caches_of(layer))
+    return [t for weight in weights for t in weight if t is not None]
+
+
+def call_of(layer: Any, compiled: bool) -> Any:
     return torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
 
 
-def inputs(device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
+def inputs(device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(T, K, generator=generator).to(device).requires_grad_()
     return x, torch.tensor([10, 0, 25], device=device)
@@ -58,114 +92,145 @@ def on(device: str, flag: Callable[[bool], Any]) -> Callable[[bool], Any]:
     return lambda value: flag(value).to(device) if flag is torch.tensor else value
 
 
-def change(layer: GroupedLinear) -> None:
+def change(*weights: Tensor) -> None:
     """As programs do that have weights of their own: torch counts no such write."""
-    for p in layer.parameters():
-        p.data.mul_(3)
+    for w in weights:
+        w.data.mul_(3)
+
+
+def outcome(layer: Any, y: Tensor, x: Tensor) -> list[Tensor]:
+    """y, and every gradient."""
+    return [y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))]
 
 
 @DEVICES
-@pytest.mark.parametrize(("flag", "compiled", "recipe"), pairwise(FLAG, COMPILING, QUANTIZING))
-def test_reads_what_it_wrote(flag: Any, compiled: bool, recipe: Recipe | None, device: str) -> None:
-    layer, first = make_layer(recipe, device, bias=False), on(device, flag)
+@pytest.mark.parametrize(
+    ("make", "flag", "compiled", "recipe"), pairwise(LAYERS, FLAG, COMPILING, QUANTIZING)
+)
+def test_reads_what_it_wrote(
+    make: Make, flag: Any, compiled: bool, recipe: Recipe, device: str
+) -> None:
+    """Each weight of its own cache, which a call without a flag leaves alone."""
+    layer, first = make(recipe, device), on(device, flag)
     call, (x, m_splits) = call_of(layer, compiled), inputs(device)
-    before, plain_before = call(x, m_splits, first(True)), layer(x, m_splits)
-    assert_same_bits(before, plain_before)
-    change(layer)
-    y = call(x, m_splits, first(False))
-    assert_same_bits(y, before)
-    dx, dw = torch.autograd.grad(y.square().sum(), (x, layer.weight))
-    plain = copy.deepcopy(layer)  # whose weights are those of before
-    with torch.no_grad():
-        plain.weight.div_(3)
-    expected = plain(x, m_splits)
-    for a, e in zip(
-        (dx, dw),
-        torch.autograd.grad(expected.square().sum(), (x, plain.weight)),
-        strict=True,
-    ):
-        assert_same_bits(a, e)
-    after = call(x, m_splits, first(True))
-    assert_same_bits(after, layer(x, m_splits))
-    assert not torch.equal(after, before)
+
+    def result(flag: Any) -> list[Tensor]:
+        return outcome(layer, call(x, m_splits, flag), x)
+
+    def plain() -> list[Tensor]:
+        return outcome(layer, layer(x, m_splits), x)
+
+    written = result(first(True))
+    for w in weights_of(layer).values():
+        change(w)
+        quantized = plain()
+        assert_all_same_bits(result(first(False)), written)
+        assert not torch.equal(quantized[0], written[0])
+        written = result(first(True))
+        assert_all_same_bits(written, quantized)
 
 
-@DEVICES
-@EVERY_RECIPE
-@FLAGS
-def test_no_tensor_is_ever_replaced(flag: Any, recipe: Recipe | None, device: str) -> None:
-    layer, first = make_layer(recipe, device), on(device, flag)
-    x, m_splits = inputs(device)
-    before = [t.data_ptr() for t in kept(layer)]
-    layer(x, m_splits, first(True))
-    layer.load_state_dict(make_layer(recipe, device).state_dict())
-    layer.reset_parameters()
-    layer.to(device)
-    layer.float()
-    layer(x, m_splits, first(True))
-    assert [t.data_ptr() for t in kept(layer)] == before
-    assert not any(name.startswith("weight_cache") for name in layer.state_dict())
+def test_caches_are_in_no_state_dict() -> None:
+    layer = make_mlp(QUANTIZING["block"])
+    names = [*layer.state_dict(), *(name for name, _ in layer.named_buffers())]
+    assert names == ["score", "mlp.gate_up_proj", "mlp.down_proj"]
+    assert len(kept(layer)) == 6
 
 
-MADE_COLD: dict[str, Callable[[GroupedLinear], Any]] = {
+MADE_COLD: dict[str, Callable[[Any], Any]] = {
     "born": lambda layer: layer,
     "load_state_dict": lambda layer: layer.load_state_dict(layer.state_dict()),
     "reset_parameters": lambda layer: layer.reset_parameters(),
-    "to_empty": lambda layer: layer.to_empty(device=layer.weight.device),
+    "to_empty": lambda layer: layer.to_empty(device=next(layer.parameters()).device),
     "moved": lambda layer: layer.bfloat16().float(),
     "of another dtype": lambda layer: layer.bfloat16(),
 }
 
 
 @DEVICES
-@EVERY_RECIPE
-@pytest.mark.parametrize("how", MADE_COLD)
-def test_cold(how: str, recipe: Recipe | None, device: str) -> None:
-    """A bool raises; a flag on the device, and a graph, compute NaN."""
-    layer, (x, m_splits) = make_layer(recipe, device), inputs(device)
+@pytest.mark.parametrize(
+    ("make", "how", "recipe"), pairwise(LAYERS, {how: how for how in MADE_COLD}, QUANTIZING)
+)
+def test_cold(make: Make, how: str, recipe: Recipe, device: str) -> None:
+    """A bool raises; a flag on the device, and a graph, compute NaN. No tensor is replaced."""
+    layer, (x, m_splits) = make(recipe, device), inputs(device)
+    addresses = [t.data_ptr() for t in kept(layer)]
     if how != "born":
         layer(x, m_splits, True)
         layer(x, m_splits, False)
-    MADE_COLD[how](layer)
-    with pytest.raises(RuntimeError, match="reads the weight cache, which holds no weight yet"):
+    MADE_COLD[how](grouped(layer))
+    assert not any(cache.warm for cache in caches_of(layer))
+    reads = f"{name_of(layer)}: is_first_microbatch=False reads the weight cache, which holds no "
+    with pytest.raises(RuntimeError, match=f"{reads}weight yet"):
         layer(x, m_splits, False)
-    if how == "to_empty":  # the state of delayed scaling is empty, too
+    if how == "to_empty":  # what it holds is anything
         return
     for call, first in (
         (layer, torch.tensor(False, device=device)),
         (call_of(layer, compiled=True), False),
     ):
         assert_shows_cold(call(x, m_splits, first), x)
+    assert_same_bits(layer(x, m_splits, True), layer(x, m_splits))
+    assert [t.data_ptr() for t in kept(layer)] == addresses
 
 
-@EVERY_RECIPE
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_what_a_graph_wrote_is_there_without_one(backend: str, recipe: Recipe | None) -> None:
-    layer, (x, m_splits) = make_layer(recipe, "cpu"), inputs("cpu")
-    assert not layer.weight_cache.warm
+@DEVICES
+def test_one_cold_cache_is_enough(device: str) -> None:
+    layer, (x, m_splits) = make_mlp(QUANTIZING["block"], device), inputs(device)
+    for cache in caches_of(layer):
+        layer(x, m_splits, True)
+        cache.reset()
+        with pytest.raises(RuntimeError, match="reads the weight cache, which holds no weight yet"):
+            layer(x, m_splits, False)
+
+
+@pytest.mark.parametrize(
+    ("make", "backend", "recipe"),
+    pairwise(LAYERS, {name: name for name in ("aot_eager", "inductor")}, QUANTIZING),
+)
+def test_what_a_graph_wrote_is_there_without_one(make: Make, backend: str, recipe: Recipe) -> None:
+    layer, (x, m_splits) = make(recipe), inputs()
+    assert not any(cache.warm for cache in caches_of(layer))
     y = torch.compile(layer, fullgraph=True, backend=backend)(x, m_splits, True)
-    assert layer.weight_cache.warm
+    assert all(cache.warm for cache in caches_of(layer))
     assert_same_bits(layer(x, m_splits, False), y)
 
 
 @DEVICES
-@pytest.mark.parametrize(("backend", "flag", "recipe"), pairwise(BACKENDS, FLAG, QUANTIZING))
+@pytest.mark.parametrize(
+    ("make", "backend", "flag", "recipe"), pairwise(LAYERS, BACKENDS, FLAG, QUANTIZING)
+)
 def test_a_refresh_before_the_backward(
-    backend: str, flag: Any, recipe: Recipe | None, device: str
+    make: Make, backend: str, flag: Any, recipe: Recipe, device: str
 ) -> None:
     """Raises; a backend that copies what it writes (aot_eager) may have the right numbers too."""
-    layer, first = make_layer(recipe, device, bias=False), on(device, flag)
+    layer, first = make(recipe, device), on(device, flag)
     call = torch.compile(layer, fullgraph=True, backend=backend) if backend != "eager" else layer
     x, m_splits = inputs(device)
     (expected,) = torch.autograd.grad(layer(x, m_splits).sum(), x)
     y = call(x, m_splits, first(True))
-    change(layer)
+    change(*weights_of(layer).values())
     call(x, m_splits, first(flag is bool))  # a flag that skips raises, too: the host cannot know
     if backend == "aot_eager":
         assert_same_bits(torch.autograd.grad(y.sum(), x)[0], expected)
         return
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@DEVICES
+@pytest.mark.parametrize(("flag", "recipe"), in_turn(FLAG, QUANTIZING))
+def test_a_refresh_that_no_gradient_reads(flag: Any, recipe: Recipe, device: str) -> None:
+    """The gradient of the second weight alone reads no quantized weight."""
+    layer, first, (x, m_splits) = make_mlp(recipe, device), on(device, flag), inputs(device)
+    for parameter in (layer.mlp.gate_up_proj, layer.score):
+        parameter.requires_grad_(False)
+    down = layer.mlp.down_proj
+    y = layer(x.detach(), m_splits, first(True))
+    (expected,) = torch.autograd.grad(y.sum(), down, retain_graph=True)
+    change(*weights_of(layer).values())
+    layer(x.detach(), m_splits, first(True))
+    assert_same_bits(torch.autograd.grad(y.sum(), down)[0], expected)
 
 
 @DEVICES
@@ -180,7 +245,7 @@ def test_two_forwards_before_their_backwards(
     results = []
     for interleaved in (False, True):
         torch._dynamo.reset()
-        layer = make_layer(recipe, device, fuse_wgrad_accumulation=fused)
+        layer = make_layer(recipe, device, bias=True, fuse_wgrad_accumulation=fused)
         if fused:
             layer.weight.main_grad = torch.full((E, N, K), torch.nan, device=device)
         call = call_of(layer, compiled)
@@ -196,8 +261,7 @@ def test_two_forwards_before_their_backwards(
                 loss.backward()
         results.append([x.grad for x in xs])
         results[-1] += [layer.weight.main_grad if fused else layer.weight.grad, layer.bias.grad]
-    for a, e in zip(*results, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(*results)
 
 
 @DEVICES
@@ -214,29 +278,22 @@ def test_a_flag_may_be_refilled_before_the_backward(compiled: bool, device: str)
 
 
 @DEVICES
-@EVERY_RECIPE
-def test_none_leaves_it_alone(recipe: Recipe | None, device: str) -> None:
-    layer, (x, m_splits) = make_layer(recipe, device), inputs(device)
-    layer(x, m_splits, True)
-    before = [t._version for t in kept(layer)]
-    change(layer)
-    plain = GroupedLinear(E, K, N, recipe=recipe, device=device)
-    plain.load_state_dict(layer.state_dict())
-    assert_same_bits(layer(x, m_splits), plain(x, m_splits))
-    assert [t._version for t in kept(layer)] == before
-
-
-@EVERY_RECIPE
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_filled_without_gradients(mode: Any, recipe: Recipe | None) -> None:
+@pytest.mark.parametrize(
+    ("make", "mode", "recipe"),
+    pairwise(
+        LAYERS,
+        {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode},
+        QUANTIZING,
+    ),
+)
+def test_filled_without_gradients(make: Make, mode: Any, recipe: Recipe, device: str) -> None:
     """What validation leaves in it serves training: both layouts are there."""
-    layer, (x, m_splits) = make_layer(recipe, "cpu"), inputs("cpu")
+    layer, (x, m_splits) = make(recipe, device), inputs(device)
     with mode():
         y = layer(x, m_splits, True)
-    again = layer(x, m_splits, False)
-    assert_same_bits(again, y)
-    (dx,) = torch.autograd.grad(again.sum(), x)
-    assert dx.isfinite().all()
+    filled, expected = (outcome(layer, layer(x, m_splits, f), x) for f in (False, None))
+    assert_same_bits(filled[0], y)
+    assert_all_same_bits(filled, expected)
 
 
 def emptied(layer: GroupedLinear) -> GroupedLinear:
@@ -280,25 +337,31 @@ def test_made_in_inference_mode(how: str, recipe: Recipe | None, device: str) ->
         assert_same_bits(torch.autograd.grad(y.sum(), x)[0], dx)
 
 
-def test_work() -> None:
-    """Quantized once a step, not once a micro-batch."""
-    layer, (x, m_splits) = make_layer(QUANTIZING["block"], "cpu"), inputs("cpu")
+@EVERY_LAYER
+def test_work(make: Make) -> None:
+    """Quantized once a step, not once a micro-batch; products write main_grad themselves."""
+    layer, (x, m_splits) = make(QUANTIZING["block"], fuse_wgrad_accumulation=True), inputs()
+    weights = weights_of(layer).values()
+    for w in weights:
+        w.main_grad = torch.empty_like(w, requires_grad=False)  # type: ignore[attr-defined]
     with Calls() as calls:
         for i in range(4):
             layer(x, m_splits, i == 0).sum().backward()
-    assert calls.counts["refresh_weight_"] == 1
+    assert calls.counts["refresh_weight_"] == len(weights)
+    assert calls.counts["grouped_scaled_mm_wgrad_"] == 4 * len(weights)
+    assert calls.counts["grouped_scaled_mm_wgrad"] == 0
     assert not any(op.startswith("quantize_weight") for op in calls.counts)
 
 
 @DEVICES
 def test_delayed_scales_stay_with_their_weight(device: str) -> None:
-    layer, (x, m_splits) = make_layer(QUANTIZING["delayed"], device, bias=False), inputs(device)
+    layer, (x, m_splits) = make_layer(QUANTIZING["delayed"], device), inputs(device)
     state, cache = layer.weight_state, layer.weight_cache
     for operand in state.operands:
         operand.scale.fill_(1)  # as after steps with other numbers
     layer(x, m_splits, True).sum().backward()
     amax = state.weight.amax.clone()
-    change(layer)
+    change(layer.weight)
     layer(x, m_splits, False).sum().backward()
     assert_same_bits(state.weight.amax, amax)  # the tripled weight was not looked at
     before = cache.scale.clone()
@@ -315,32 +378,35 @@ def test_delayed_scales_stay_with_their_weight(device: str) -> None:
     assert (state.weight.amax > 2 * amax).all()
 
 
-@EVERY_RECIPE
-def test_reads_no_other_weight_than_it_was_filled_from(recipe: Recipe | None) -> None:
-    layer, (x, m_splits) = make_layer(recipe, "cpu"), inputs("cpu")
-    other = {"weight": torch.nn.Parameter(layer.weight.detach() * 3)}
-    y, reads = layer(x, m_splits, True), "is_first_microbatch=False reads the weight cache"
-    assert sentence(lambda: functional_call(layer, other, (x, m_splits, False))) == (
-        f"GroupedLinear: {reads}, and the weight that filled it is another tensor in this call: "
-        "call with True"
-    )
-    assert_same_bits(layer(x, m_splits, False), y)
-    torch.optim.SGD(layer.parameters(), lr=1.0).zero_grad()
-    assert_same_bits(layer(x, m_splits, False), y)
-    with torch.no_grad():
-        layer.weight.mul_(3)
-    assert sentence(lambda: layer(x, m_splits, False)) == (
-        f"GroupedLinear: {reads}, and the weight that filled it was written since, as by an "
-        "optimizer: call with True"
-    )
-    layer(x, m_splits, torch.tensor(False))  # the host cannot know what is in it from now on
-    assert_same_bits(layer(x, m_splits, False), y)
+@EVERY_LAYER_AND_RECIPE
+def test_reads_no_other_weight_than_it_was_filled_from(make: Make, recipe: Recipe) -> None:
+    """Neither one that is given in its place, nor what was written since."""
+    layer, (x, m_splits) = make(recipe), inputs()
+    reads = f"{name_of(layer)}: is_first_microbatch=False reads the weight cache"
+    for name, w in weights_of(layer).items():
+        y, other = layer(x, m_splits, True), {name: nn.Parameter(w.detach() * 3)}
+        assert sentence(
+            lambda other=other: functional_call(layer, other, (x, m_splits, False))
+        ) == (  # type: ignore[misc]
+            f"{reads}, and the weight that filled it is another tensor in this call: call with True"
+        )
+        assert_same_bits(layer(x, m_splits, False), y)
+        torch.optim.SGD(layer.parameters(), lr=1.0).zero_grad()
+        assert_same_bits(layer(x, m_splits, False), y)
+        with torch.no_grad():
+            w.mul_(3)
+        assert sentence(lambda: layer(x, m_splits, False)) == (
+            f"{reads}, and the weight that filled it was written since, as by an optimizer: call "
+            "with True"
+        )
+        layer(x, m_splits, torch.tensor(False))  # the host cannot know what is in it from now on
+        assert_same_bits(layer(x, m_splits, False), y)
 
 
 @FLAGS
 def test_a_checkpointed_first_micro_batch(flag: Any) -> None:
     """Its recompute fills the cache again, which a backward that reads it must precede."""
-    layer, (x, m_splits) = make_layer(QUANTIZING["block"], "cpu"), inputs("cpu")
+    layer, (x, m_splits) = make_layer(QUANTIZING["block"]), inputs()
 
     def forwards() -> tuple[Tensor, Tensor]:
         first = checkpoint(layer, x, m_splits, flag(True), use_reentrant=False)
@@ -350,8 +416,7 @@ def test_a_checkpointed_first_micro_batch(flag: Any) -> None:
     grads = [torch.autograd.grad(loss, (x, layer.weight)) for loss in (second, first)]
     losses = layer(x, m_splits).square().sum(), layer(x, m_splits).sum()
     for actual, loss in zip(grads, losses, strict=True):
-        for a, e in zip(actual, torch.autograd.grad(loss, (x, layer.weight)), strict=True):
-            assert_same_bits(a, e)
+        assert_all_same_bits(actual, torch.autograd.grad(loss, (x, layer.weight)))
     first, second = forwards()
     first.backward()
     says = "fill weight caches only after the last backward that reads them"
@@ -361,7 +426,7 @@ def test_a_checkpointed_first_micro_batch(flag: Any) -> None:
 @EVERY_RECIPE
 def test_cold_when_the_dtype_changes(recipe: Recipe | None) -> None:
     """Also to the dtype that is torch's default."""
-    layer, (x, m_splits) = make_layer(recipe, "cpu"), inputs("cpu")
+    layer, (x, m_splits) = make_layer(recipe), inputs()
     default = torch.get_default_dtype()
     try:
         for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16):
@@ -373,11 +438,12 @@ def test_cold_when_the_dtype_changes(recipe: Recipe | None) -> None:
         torch.set_default_dtype(default)
 
 
-def test_mistakes() -> None:
-    layer, (x, m_splits) = make_layer(QUANTIZING["block"], "cpu"), inputs("cpu")
-    uncached = GroupedLinear(E, K, N, recipe=QUANTIZING["block"])
+@EVERY_LAYER
+def test_mistakes(make: Make) -> None:
+    layer, (x, m_splits) = make(QUANTIZING["block"]), inputs()
+    uncached = make(QUANTIZING["block"], cache_weights=False)
     assert sentence(lambda: uncached(x, m_splits, True)) == (
-        "GroupedLinear: is_first_microbatch needs cache_weights=True under the recipe "
+        f"{name_of(layer)}: is_first_microbatch needs cache_weights=True under the recipe "
         "Float8BlockScaling"
     )
     for flag, said in (
@@ -385,33 +451,31 @@ def test_mistakes() -> None:
         (torch.tensor(1), "0-D int64 on cpu"),
         (torch.tensor(True, device="meta"), "0-D bool on meta"),
     ):
-        assert sentence(lambda flag=flag: layer(x, m_splits, flag)) == (
-            "GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, "
-            f"got {said}"
+        assert sentence(lambda flag=flag: layer(x, m_splits, flag)) == (  # type: ignore[misc]
+            f"{name_of(layer)}: is_first_microbatch must be None, a bool or a 0-D bool tensor on "
+            f"cpu, got {said}"
         )
 
 
-def test_without_a_recipe_there_is_nothing_to_keep() -> None:
-    layer, (x, m_splits) = make_layer(None, "cpu"), inputs("cpu")
-    assert layer.weight_cache is None
-    assert_same_bits(layer(x, m_splits, True), layer(x, m_splits))
-    assert_same_bits(layer(x, m_splits, False), layer(x, m_splits))
+@EVERY_LAYER
+def test_without_a_recipe_there_is_nothing_to_keep(make: Make) -> None:
+    layer, (x, m_splits) = make(None), inputs()
+    assert not caches_of(layer)
+    for first in (True, False, torch.tensor(False)):
+        assert_same_bits(layer(x, m_splits, first), layer(x, m_splits))
 
 
-def through_pickle(layer: GroupedLinear) -> GroupedLinear:
-    return pickle.loads(pickle.dumps(layer))
-
-
-@EVERY_RECIPE
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
-def test_copies_are_apart(copied: Any, recipe: Recipe | None) -> None:
-    layer, (x, m_splits) = make_layer(recipe, "cpu"), inputs("cpu")
+@pytest.mark.parametrize(
+    ("make", "copied", "recipe"),
+    pairwise(LAYERS, {"deepcopy": copy.deepcopy, "pickle": through_pickle}, QUANTIZING),
+)
+def test_copies_are_apart(make: Make, copied: Any, recipe: Recipe) -> None:
+    layer, (x, m_splits) = make(recipe), inputs()
     y = layer(x, m_splits, True)
     twin = copied(layer)
-    assert not twin.weight_cache.warm
     assert "holds no weight yet" in sentence(lambda: twin(x, m_splits, False))
     assert_same_bits(twin(x, m_splits, True), y)
-    change(twin)
+    change(*weights_of(twin).values())
     assert not torch.equal(twin(x, m_splits, True), y)
     assert_same_bits(layer(x, m_splits, False), y)
 
@@ -419,7 +483,7 @@ def test_copies_are_apart(copied: Any, recipe: Recipe | None) -> None:
 @EVERY_RECIPE
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_averages_have_no_part_of_it(use_buffers: bool, recipe: Recipe | None) -> None:
-    layer, (x, m_splits) = make_layer(recipe, "cpu", bias=False), inputs("cpu")
+    layer, (x, m_splits) = make_layer(recipe), inputs()
     average, weights = AveragedModel(layer, use_buffers=use_buffers), []
     for _ in range(3):
         layer(x, m_splits, True)
@@ -432,21 +496,21 @@ def test_averages_have_no_part_of_it(use_buffers: bool, recipe: Recipe | None) -
     assert "holds no weight yet" in sentence(lambda: average(x, m_splits, False))
     assert_same_bits(average(x, m_splits, True), average(x, m_splits))
     assert_same_bits(average(x, m_splits, False), average(x, m_splits))
-    assert not [name for name, _ in layer.named_buffers() if "cache" in name]
 
 
 @EVERY_RECIPE
 def test_a_pickle_has_the_weight_alone(recipe: Recipe | None) -> None:
     """Loading makes the cache anew."""
-    layer = make_layer(recipe, "cpu", bias=False)
+    layer = make_layer(recipe)
     assert len(pickle.dumps(layer)) < layer.weight.nbytes + 8000
 
 
-@EVERY_RECIPE
-def test_meta_device(recipe: Recipe | None) -> None:
-    layer = make_layer(recipe, "meta")
+@EVERY_LAYER_AND_RECIPE
+def test_meta_device(make: Make, recipe: Recipe) -> None:
+    layer, right = make(recipe, "meta"), make(recipe)
     layer.to_empty(device="cpu")
     assert {t.device.type for t in kept(layer)} == {"cpu"}
-    torch.manual_seed(0)
-    layer.reset_parameters()
-    assert_same_bits(layer(*inputs("cpu"), True), make_layer(recipe, "cpu")(*inputs("cpu")))
+    grouped(layer).reset_parameters()
+    assert "holds no weight yet" in sentence(lambda: layer(*inputs(), False))
+    layer.load_state_dict(right.state_dict())
+    assert_same_bits(layer(*inputs(), True), right(*inputs()))

@@ -1,5 +1,7 @@
 """Comparisons of tensors: bit for bit, and within a bound on rounding errors."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,11 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert torch.equal(bits(actual), bits(expected))
+
+
+def assert_all_same_bits(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        assert_same_bits(a, e)
 
 
 def assert_bias_grad(actual: Tensor, dy_TN: Tensor, offs_E: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from grouped_linear import Activation, DelayedScaling, GroupedMLP, Recipe
 from grouped_linear.recipes import DelayedScalingState
-from support.compare import assert_same_bits
+from support.compare import assert_all_same_bits
 
 E, H, F = 5, 144, 80
 
@@ -81,6 +81,5 @@ def assert_one_graph(mlp: GroupedMLP, device: str, seeds: int) -> None:
             y = call(x, scores, experts)
             leaves = [x, scores, *mlp.parameters()]
             results.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
-        for a, e in zip(*results, strict=True):
-            assert_same_bits(a, e)
+        assert_all_same_bits(*results)
     assert counter.frame_count == 1

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from grouped_linear import GroupedLinear
+from grouped_linear import GroupedLinear, GroupedMLP
+from support.groups import experts_of
 from support.tensors import BF16, FP32
 
 T, E, K, N = 40, 3, 32, 48
@@ -59,6 +60,26 @@ FEATURES = {
 MicroBatch = tuple[Tensor, Tensor, Tensor, Any]
 Result = tuple[Tensor, Tensor]
 Step = Callable[[Sequence[MicroBatch]], list[Result]]
+
+
+class Routed(nn.Module):
+    """A GroupedMLP that is called as the modes below call a layer.
+
+    Which experts a token goes to follows from m_splits; past their sum, where x is NaN, to none.
+    Some experts have no tokens.
+    """
+
+    def __init__(self, mlp: GroupedMLP) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.score = nn.Parameter(torch.rand(T, 2, device=mlp.down_proj.device))
+
+    @property
+    def weights(self) -> list[Any]:
+        return [self.mlp.gate_up_proj, self.mlp.down_proj]
+
+    def forward(self, x: Tensor, m_splits: Tensor, first: Tensor | bool | None = None) -> Tensor:
+        return self.mlp(x, self.score, experts_of(m_splits, T), first)
 
 
 def batches(dtype: torch.dtype, device: str, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
