@@ -128,8 +128,6 @@ def convert(
     for name, module in of_torchtitan.items():
         grouped_experts.convert(module, request.of(name), changes)
     have_peft_ask()
-    if adapted(model):
-        import grouped_linear.integrations.peft  # noqa: F401  (PEFT wraps experts already)
     warn_of_others_that_hold(changes)
     return _report(model, found, request, changes)
 

@@ -7,8 +7,7 @@ the factors of its own expert. PEFT is imported where this module is, and nowher
 E experts, K in_features, N out_features, r an adapter's rank.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from peft.tuners.lora import layer as lora
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
-from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
+from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from grouped_linear.integrations.converted_class import class_before
 from grouped_linear.integrations.experts import goes_through_interface
@@ -28,6 +27,7 @@ from grouped_linear.integrations.experts_forward import (
     weight_names,
 )
 from grouped_linear.integrations.implementation import Implementation
+from grouped_linear.integrations.peft_merge import check_merge
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.nn.lora import MAX_RANK, Lora, LoraWeights
@@ -129,9 +129,10 @@ def for_packed_experts(config: lora.LoraConfig) -> lora.LoraConfig:
 
 
 def _wrapper_of_packed(target: Any, adapter: str, **kwargs: Any) -> "ParamWrapper | None":
-    """The adapter on a module with weights in few bits; PEFT makes its own where this is None."""
+    """The adapter on a parameter in few bits; None has PEFT make its own, or refuse."""
     experts = target.get_base_layer() if isinstance(target, lora.LoraLayer) else target
-    return ParamWrapper(target, adapter, **kwargs) if goes_through_interface(experts) else None
+    is_ours = kwargs.get("parameter_name") is not None and goes_through_interface(experts)
+    return ParamWrapper(target, adapter, **kwargs) if is_ours else None
 
 
 def check_adapters(op: str, model: nn.Module) -> None:
@@ -223,7 +224,7 @@ class LoraModel(peft.LoraModel):
         """Raise before a layer is written for weights that cannot be; PEFT asks this."""
         for name, layer in self.model.named_modules():
             if isinstance(layer, lora.LoraLayer):
-                _check_merge(f"merge: {name}", layer)
+                check_merge(f"merge: {name}", layer)
         super()._check_merge_allowed()
 
     def _check_new_adapter_config(self, config: Any) -> None:
@@ -330,60 +331,11 @@ class ParamWrapper(lora.ParamWrapper):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add adapters to the weight, as PEFT does. A weight in FP8 raises ValueError."""
-        _check_merge(f"merge: {self.parameter_name}", self)
+        check_merge(f"merge: {self.parameter_name}", self)
         super().merge(safe_merge, adapter_names)
 
     def unmerge(self) -> None:
         """Subtract merged adapters from the weight. A weight in FP8 raises ValueError."""
         if self.merged:
-            _check_merge(f"unmerge: {self.parameter_name}", self)
+            check_merge(f"unmerge: {self.parameter_name}", self)
         super().unmerge()
-
-
-def _check_merge(where: str, layer: Any) -> None:
-    """Raise ValueError for a layer whose weight an adapter cannot be added to."""
-    base = layer.get_base_layer()
-    if isinstance(layer, lora.ParamWrapper):
-        w = layer.get_param()
-    elif isinstance(base, FP8Linear):
-        w = base.weight
-    else:
-        return
-    if is_dtensor(w):
-        raise ValueError(
-            f"{where} is sharded: save the adapter, and merge it in a model that is not"
-        )
-    if w.element_size() == 1:
-        kept_as = "fp8" if isinstance(base, FP8Linear) else storage_of(base) or ""
-        raise ValueError(
-            f"{where} is in {kept_as.upper()} and stays as it is: keep the adapter beside it, or "
-            "merge it in the model in 16 bits (a checkpoint: dequantize=True in its quantization "
-            "config)"
-        )
-
-
-def _after_check(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of PEFT's that merges or unmerges, after a check of the frozen weights below it."""
-
-    @functools.wraps(method)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        op = "unmerge" if method.__name__ == "unmerge" else "merge"
-        for name, layer in self.named_modules():
-            if not isinstance(layer, lora.ParamWrapper) or (op == "unmerge" and not layer.merged):
-                continue
-            base = layer.get_base_layer()
-            frozen = base._frozen if isinstance(base, KeepsFrozen) else {}
-            if layer.parameter_name in frozen or isinstance(base, FP8Experts):
-                _check_merge(f"{op}: {name or layer.parameter_name}", layer)
-        return method(self, *args, **kwargs)
-
-    return checked
-
-
-# With safe_merge=True PEFT casts a sum to the weight's dtype: to bytes it would add in silence.
-for _class, _names in {
-    peft.LoraModel: ("_check_merge_allowed",),
-    lora.ParamWrapper: ("merge", "unmerge"),
-}.items():
-    for _name in _names:
-        setattr(_class, _name, _after_check(getattr(_class, _name)))

@@ -1,12 +1,13 @@
 """Modules that other libraries put around a module and that call it: the module inside of them."""
 
+import sys
 from collections.abc import Iterator
 from functools import cache
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from grouped_linear.quantized.frozen import KeepsFrozen, on_freeze
+from grouped_linear.quantized.frozen import on_freeze
 
 #: By a wrapper's class, or a base of it, the submodule that it calls. Names, so that nothing is
 #: imported for them. FSDP2 is none: it changes a module's class and leaves the module where it is.
@@ -22,23 +23,29 @@ WRAPPERS = {
 }
 
 
-@cache
 def have_peft_ask() -> None:
     """From now on have PEFT ask before it merges adapters into weights that are in few bits.
 
-    A hook of torch sees PEFT wrap a module, and PEFT is imported here then, for no one else.
-    Importing this package changes nothing of torch's, so this waits for the first such weights.
+    Importing this package changes nothing of torch's or PEFT's, so this waits for the first such
+    weights, and for PEFT: a hook of torch sees it wrap a module in its ``base_layer``.
     """
-    register_module_module_registration_hook(_on_registration)
+    if sys.modules.get("peft") is not None:
+        import grouped_linear.integrations.peft_merge  # noqa: F401
+    else:
+        _wait_for_peft()
 
 
 on_freeze.append(have_peft_ask)
 
 
+@cache
+def _wait_for_peft() -> None:
+    register_module_module_registration_hook(_on_registration)
+
+
 def _on_registration(module: nn.Module, name: str, inside: nn.Module | None) -> None:
-    of_peft = name == "base_layer" and type(module).__module__.startswith("peft.")
-    if of_peft and (isinstance(inside, KeepsFrozen) or type(inside).__name__ == "FP8Experts"):
-        import grouped_linear.integrations.peft  # noqa: F401
+    if name == "base_layer":
+        have_peft_ask()
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:

@@ -1,5 +1,8 @@
 """PEFT's merge of adapters into experts' weights, and its refusal where these are in FP8."""
 
+import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +10,9 @@ import pytest
 import torch
 
 from grouped_linear import Float8BlockScaling, GroupedMLP, convert
+from support.commands import run
 from support.compare import assert_same_bits, bits
+from support.documents import ROOT
 
 pytest.importorskip("peft")
 import peft
@@ -112,6 +117,34 @@ def test_frozen_layers_stay_under_peft() -> None:
         with pytest.raises(ValueError, match=IN_FP8):
             merge(safe_merge=True)
     assert torch.equal(layer.down_proj, before)
+
+
+ALONE = """
+import peft
+from torch.nn.init import normal_
+
+from grouped_linear import convert
+from support.hugging_face import tiny
+
+peft.__version__ = "0.20.0"  # use_grouped_adapters takes newer ones
+model = tiny("mixtral")
+parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+adapted = peft.get_peft_model(model, peft.LoraConfig(target_parameters=parameters))
+for name, p in adapted.named_parameters():
+    if ".lora_" in name:
+        normal_(p)
+convert(model.model.layers[0].mlp.experts.get_base_layer(), weights="fp8")
+try:
+    adapted.merge_adapter(safe_merge=True)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_experts_that_are_converted_alone_stay() -> None:
+    """convert does not see the wrapper around them; of a PEFT that is older, too."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    assert re.search(IN_FP8, run([sys.executable, "-c", ALONE], check=True, env=env).stdout)
 
 
 @pytest.mark.parametrize("weights", [None, "fp8"])

@@ -136,6 +136,9 @@ def test_refused(folder: Path) -> None:
         "the adapter's sizes off its bytes: give get_peft_model for_packed_experts(config)"
     )
     assert "are parametrized" in sentence(lambda: plain(IDS))
+    whole = for_packed_experts(peft.LoraConfig(target_modules=["experts"]))
+    with pytest.raises(ValueError, match=r"Target module Grouped.*is not supported"):  # by PEFT
+        peft.get_peft_model(packed(folder), whole)
     model = ours(folder)
     before = model(IDS).logits
     for merge in (model.merge_adapter, model.merge_and_unload):
