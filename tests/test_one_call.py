@@ -360,7 +360,7 @@ def test_what_is_not_a_recipe() -> None:
 def test_converted_already() -> None:
     experts = GroupedExperts()
     convert(experts)
-    expected = "convert: experts of GroupedGroupedExperts are converted already"
+    expected = "convert: experts of GroupedExperts are converted already"
     assert sentence(lambda: convert(experts)) == expected
 
 

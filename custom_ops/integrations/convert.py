@@ -18,7 +18,7 @@ from grouped_linear.integrations.conversion import (
     lines_of,
     num_parameters,
 )
-from grouped_linear.integrations.converted_class import is_converted
+from grouped_linear.integrations.converted_class import class_before, is_converted
 from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.look_alikes import look_alikes
 from grouped_linear.integrations.request import Changes, Request, warn_of_others_that_hold
@@ -169,7 +169,8 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
     """Raise ValueError if a model has no experts to convert, or a pattern matches none of them."""
     if not names:
         if any(map(is_converted, model.modules())):
-            raise ValueError(f"convert: experts of {type(model).__name__} are converted already")
+            name = class_before(model).__name__
+            raise ValueError(f"convert: experts of {name} are converted already")
         skipped = look_alikes(model)
         raise ValueError(
             f"convert: {type(model).__name__} has no experts of a form that is known"

@@ -186,8 +186,9 @@ def _check_can_freeze(where: str, experts: Any, model: nn.Module, weights: Weigh
     if weights == "fp8" and (experts.is_transposed or experts.has_bias):
         raise ValueError(
             f"{where}: weights='fp8' is for experts without biases that are stored as [E, "
-            "out_features, in_features], as checkpoints in FP8 have them. GPT-OSS is published in "
-            "MXFP4: load it with grouped_linear.integrations.mxfp4, or use weights=None or 'both'"
+            "out_features, in_features], as checkpoints in FP8 have them: use weights='mxfp4', "
+            "'both' or None. GPT-OSS is published in MXFP4, which "
+            "grouped_linear.integrations.mxfp4 loads"
         )
     for name in weight_names(experts):
         w = getattr(experts, name)
