@@ -63,7 +63,6 @@ def test_a_forgotten_trait_is_refused(tmp_path: Path) -> None:
     [
         (True, 3, 192),
         (True, 3, 128),
-        (True, 2, 128),
         (True, 4, 192),  # the library's own
         (False, 2, 256),
         (False, 4, 128),

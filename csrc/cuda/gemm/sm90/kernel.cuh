@@ -151,11 +151,11 @@ __device__ void run_roles(SharedStorage<Config>& shared, const Params& params) {
     if (Config::kKGrouped && threadIdx.x / 32 == roles.zeros &&
         shared.active_groups < params.shape.E)
       clear_zeros(shared);
-    if constexpr (roles.count(Role::kScales) > 0)
-      if (threadIdx.x / 32 == roles.first(Role::kScales)) prepare_scales<Config>(shared, params);
-    if constexpr (roles.count(Role::kScheduler) > 0)
-      if (threadIdx.x / 32 == roles.first(Role::kScheduler) && elect_one())
-        schedule_tiles<Config>(shared, params);
+    if constexpr (roles.warp[1] == Role::kScales) {
+      if (threadIdx.x / 32 == 1) prepare_scales<Config>(shared, params);
+    } else if constexpr (roles.warp[1] == Role::kScheduler) {
+      if (threadIdx.x / 32 == 1 && elect_one()) schedule_tiles<Config>(shared, params);
+    }
     if (threadIdx.x >= 32 * roles.first(Role::kStore) && (Config::kElementwise || elect_one()))
       Epilogue::template run_store_warp<Config>(shared, params, threadIdx.x / 32);
   } else {
@@ -166,39 +166,30 @@ __device__ void run_roles(SharedStorage<Config>& shared, const Params& params) {
   cluster_sync();  // no block leaves while another may still arrive at its mbarriers
 }
 
-// How often a phase of each barrier is arrived at.
-template <typename Config>
-struct ArrivalCounts {
-  static constexpr Roles kRoles = Config::kRoles;
-  static constexpr int kFull =
-      ProducerOf<Config>::template kArrivals<Config> + kRoles.count(Role::kScales);
-  static constexpr int kEmpty = kMathWarps * kClusterSize;  // blocks load parts of both's stages
-  static constexpr int kScalesFull = 1, kTileFull = 1, kTileEmpty = 1;
-  static constexpr int kEpilogueFull = kMathWarps / kMathWarpgroups;
-  // A warpgroup's store warp, and warp 1 where it stores for both warpgroups.
-  static constexpr int kEpilogueEmpty = 1 + (kRoles.count(Role::kStore) > kMathWarpgroups ? 1 : 0);
-};
-
 // What needs no group sizes, while the kernel before this one runs.
 template <typename Config, typename Epilogue>
 __device__ void prologue(Control& control, const TensorMaps& maps) {
-  using Counts = ArrivalCounts<Config>;
+  using Producer = ProducerOf<Config>;
+  constexpr Roles roles = Config::kRoles;
   if (threadIdx.x == 0) {
-    ProducerOf<Config>::template prefetch<Config>(maps);
+    Producer::template prefetch<Config>(maps);
     Epilogue::prefetch(maps);
     for (int stage = 0; stage < kMaxStages; ++stage) {
-      mbarrier_init(&control.full[stage], Counts::kFull);
-      mbarrier_init(&control.empty[stage], Counts::kEmpty);
-      if (Config::kScale1x128) mbarrier_init(&control.scales_full[stage], Counts::kScalesFull);
+      mbarrier_init(&control.full[stage],
+                    Producer::template kArrivals<Config> + roles.count(Role::kScales));
+      // Every math warp of the cluster arrives: a stage has parts that the other block loads.
+      mbarrier_init(&control.empty[stage], kMathWarps * kClusterSize);
+      if (Config::kScale1x128) mbarrier_init(&control.scales_full[stage], 1);
     }
     for (int slot = 0; slot < kTileSlots; ++slot) {
-      mbarrier_init(&control.tile_full[slot], Counts::kTileFull);
-      mbarrier_init(&control.tile_empty[slot], Counts::kTileEmpty);
+      mbarrier_init(&control.tile_full[slot], 1);
+      mbarrier_init(&control.tile_empty[slot], 1);
     }
     control.rank = static_cast<int>(cluster_rank());
     for (int i = 0; i < kMathWarpgroups; ++i) {
-      mbarrier_init(&control.epilogue_full[i], Counts::kEpilogueFull);
-      mbarrier_init(&control.epilogue_empty[i], Counts::kEpilogueEmpty);
+      mbarrier_init(&control.epilogue_full[i], kMathWarps / kMathWarpgroups);
+      // A third store warp reads the buffers of both warpgroups.
+      mbarrier_init(&control.epilogue_empty[i], roles.count(Role::kStore) == 3 ? 2 : 1);
     }
     fence_mbarrier_init();
   }

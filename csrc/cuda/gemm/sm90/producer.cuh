@@ -6,7 +6,7 @@
 // block scales too, and may have to schedule (roles.h). It must
 //   - wait for this block's tiles, one after the other, and release each (scheduler.cuh);
 //   - for each k-block wait for shared.empty[stage] and fill the stage, with kArrivals arrivals at
-//     shared.full[stage] (a scale warp arrives too, see ArrivalCounts in kernel.cuh);
+//     shared.full[stage] (a scale warp arrives too, see prologue in kernel.cuh);
 //   - take one stage for a tile without k-blocks, and one for the end (k_blocks = -1).
 #pragma once
 
