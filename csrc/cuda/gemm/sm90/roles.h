@@ -22,8 +22,8 @@ enum class Role {
 //   elementwise, gathered rows    producer   producer   store          warp 1
 //
 // The last store warp schedules beside its stores. Two store warps with elementwise work take
-// longer than the tile's products, and leave that to the warp 1 that gathers. It prepares the block
-// scales too, where rows are gathered.
+// longer than the tile's products, and leave that to the warp 1 that gathers. A warp 1 that gathers
+// prepares the block scales too.
 struct Roles {
   Role warp[4];
   int scheduler;  // the warp that schedules, by one thread
