@@ -308,7 +308,7 @@ def test_travels_keep_every_byte(travel: Callable[[Any], Any]) -> None:
 
 @EVERY_KIND
 def test_state_dicts(kind: Any, tmp_path: Path) -> None:
-    """Codes and scales, as uint8 or float8_e8m0fnu; or high precision, which is quantized."""
+    """Codes as uint8 or int8, scales too or E8M0; or high precision, which is quantized."""
     layer = make_layer(kind)
     state = layer.state_dict()
     save_file(state, tmp_path / "model.safetensors")
@@ -317,8 +317,12 @@ def test_state_dicts(kind: Any, tmp_path: Path) -> None:
     assert all(torch.equal(t, state[n]) for n, t in other.state_dict().items())
     e8m0 = torch.float8_e8m0fnu
     in_e8m0 = {n: t.view(e8m0) if n.endswith("_scale_inv") else t for n, t in state.items()}
-    other.load_state_dict(in_e8m0)
-    assert all(torch.equal(t, state[n]) for n, t in other.state_dict().items())
+    in_int8 = {n: t.view(torch.int8) if n in layer._frozen else t for n, t in in_e8m0.items()}
+    for as_in_files in (in_e8m0, in_int8):
+        for p in other.parameters():
+            p.detach().zero_()
+        other.load_state_dict(as_in_files)
+        assert all(torch.equal(t, state[n]) for n, t in other.state_dict().items())
     plain = with_its_numbers(layer, None, "cpu")
     other.load_state_dict(plain.state_dict(), strict=False)
     for name in layer._frozen:
@@ -334,10 +338,12 @@ def test_state_dicts(kind: Any, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=sentence):
             other.load_state_dict(changed, strict=False)
     learner = with_its_numbers(layer, None, "cpu")
-    for p in learner.parameters():
-        p.data.zero_()
-    learner.load_state_dict(state)
-    assert all(torch.equal(learner.get_parameter(n), layer.dequantize(n)) for n in layer._frozen)
+    for each in (state, in_int8):
+        for p in learner.parameters():
+            p.data.zero_()
+        learner.load_state_dict(each)
+        for n in layer._frozen:
+            assert torch.equal(learner.get_parameter(n), layer.dequantize(n))
 
 
 def test_from_experts_that_are_trained() -> None:

@@ -82,6 +82,24 @@ def _state_in_files_dtypes(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return state, {}
 
 
+def load_bytes(experts: Any) -> None:
+    """Have experts that are read as loaded take the states of experts that convert has frozen.
+
+    MXFP4 is there in uint8, and torch would cast the bits of a scale to E8M0 as a number.
+    """
+    hooks = experts._load_state_dict_pre_hooks.values()
+    if not any(getattr(hook, "hook", None) is _view_bytes for hook in hooks):
+        experts.register_load_state_dict_pre_hook(_view_bytes)
+
+
+def _view_bytes(experts: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, p in experts.named_parameters():
+        t: Any = state.get(prefix + name)
+        in_bytes = isinstance(t, Tensor) and t.dtype == torch.uint8
+        if in_bytes and p.dtype in (torch.int8, torch.float8_e8m0fnu):
+            state[prefix + name] = t.view(p.dtype)
+
+
 def _experts_of(model: nn.Module) -> dict[str, Any]:
     """A model's experts that go through transformers' interface, by their names in checkpoints."""
     return {name: m for name, m in named_unwrapped(model) if goes_through_interface(m)}

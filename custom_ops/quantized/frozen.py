@@ -346,6 +346,10 @@ class KeepsFrozen(nn.Module):
         frozen, w, scale = self._frozen.get(name), state_dict[key], state_dict.get(key + SCALE)
         if frozen is None and w.dtype == own.dtype:
             return
+        if w.dtype == torch.int8 and getattr(scale, "dtype", None) == torch.float8_e8m0fnu:
+            w = w.view(torch.uint8)  # MXFP4 as DeepSeek-V4's files have it
+        if w.dtype == torch.int8 and getattr(scale, "dtype", None) == torch.float8_e8m0fnu:
+            w = w.view(torch.uint8)  # MXFP4 as DeepSeek-V4's files have it
         storage = STORAGES["mxfp4" if w.dtype == torch.uint8 and scale is not None else "fp8"]
         storage = storage if frozen is None else frozen.storage
         if w.dtype == storage.values:

@@ -1,5 +1,6 @@
 """A DeepSeek-V4 checkpoint, experts in FP4: read as it is, trained by adapters, saved again."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,22 @@ def test_saves_the_files_bits(folder: Path, weights: Any, tmp_path: Path) -> Non
         assert saved[name].dtype == t.dtype
     assert_same_bits(logits(packed(tmp_path)), logits(packed(folder)))
     assert_same_bits(logits(dequantized(tmp_path)), logits(dequantized(folder)))
+
+
+@pytest.mark.parametrize("weights", [None, "mxfp4"])
+def test_states(folder: Path, weights: Any) -> None:
+    """Those of experts that are frozen, and that are read as loaded, into each and in 16 bits."""
+    model, plain = packed(folder, None, weights), dequantized(folder)
+    convert(plain, Float8BlockScaling(), weights="both")
+    convert(plain)
+    for other in (packed(folder), packed(folder, None, "mxfp4"), plain):
+        for experts in experts_of(other):
+            for p in experts.parameters():
+                bits(p.detach()).zero_()
+        assert not torch.equal(logits(other), logits(model))
+        other.load_state_dict(copy.deepcopy(model).state_dict())
+        assert_same_bits(logits(other), logits(model))
+        assert_same_bits(logits(copy.deepcopy(other)), logits(model))
 
 
 def test_quantized_again(folder: Path, tmp_path: Path) -> None:
