@@ -143,9 +143,9 @@ __device__ __forceinline__ WorkTile tile_of(int number, int rank, const GroupTab
     tile.k_count = groups.row_end[e] - groups.row_begin(e);
     const int first_block = groups.tile_begin(e);
     const int last_block = min(groups.tile_end[e], shape.T / Config::kPaddedBlock);
-    tile.k_begin = Config::kFp8 ? first_block : groups.row_begin(e);
-    tile.k_blocks = Config::kFp8 ? max(last_block - first_block, 0)
-                                 : (tile.k_count + Config::kTileK - 1) / Config::kTileK;
+    tile.k_begin = Config::kPadded ? first_block : groups.row_begin(e);
+    tile.k_blocks = Config::kPadded ? max(last_block - first_block, 0)
+                                    : (tile.k_count + Config::kTileK - 1) / Config::kTileK;
   } else {
     tile.group = groups.group_of_tile(number, shape.E);
     rest = number - groups.tile_begin(tile.group);

@@ -27,6 +27,8 @@ struct GemmConfig {
   using A = A_;
   using B = B_;
   static constexpr bool kKGrouped = kGrouping == Grouping::kK, kFp8 = sizeof(A) == 1;
+  // Whether the operands have the padded columnwise layout.
+  static constexpr bool kPadded = kKGrouped && kFp8;
   // Whether out may be added to, and there may be a bias.
   static constexpr bool kAdds = kKGrouped, kHasBias = !kKGrouped;
   static constexpr bool kScalePerGroup = kScaling == Scaling::kScalePerGroup;

@@ -56,7 +56,7 @@ class Loader {
     const int thread = threadIdx.x, line = thread / kChunks, chunk = thread % kChunks;
     const char* base = view.first;
     if constexpr (Config::kKGrouped) {
-      if constexpr (Config::kFp8)
+      if constexpr (Config::kPadded)
         base += tile.k_begin * view.group_stride;
       else
         base += tile.k_begin * view.stride;

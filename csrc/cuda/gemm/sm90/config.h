@@ -101,6 +101,8 @@ struct GemmConfig {
   using B = typename DecodedOf<StoredB>::Type;  // as wgmma reads it
   static constexpr GemmTraits kTraits = traits;
   static constexpr bool kKGrouped = traits.grouping == Grouping::kK, kFp8 = sizeof(A) == 1;
+  // Whether the operands have the padded columnwise layout.
+  static constexpr bool kPadded = kKGrouped && kFp8;
   // Whether out may be added to, tiles may be split along K, and there may be a bias.
   static constexpr bool kAdds = kKGrouped, kSplitsK = kKGrouped, kHasBias = !kKGrouped;
   static constexpr bool kScalePerGroup = traits.scaling == Scaling::kScalePerGroup;
@@ -204,7 +206,7 @@ struct GemmConfig {
   static_assert(
       !kFp8 || kTileK == kScaleBlock,
       "a k-block of FP8 is one scale block: the partial accumulator is promoted once a k-block");
-  static_assert(!kFp8 || !kKGrouped || kTileK == kPaddedBlock,
+  static_assert(!kPadded || kTileK == kPaddedBlock,
                 "a k-block of a K-grouped FP8 GEMM is one block of the padded layout");
   static_assert(
       !kBlockScaled || kScale1x128 == kKGrouped,
@@ -219,7 +221,7 @@ struct GemmConfig {
       "an M/N-major b is loaded in columns of 64: half a tile must be a multiple of that");
   static_assert(!kTransposed || (kKGrouped && !kFp8 && kTileN == 256),
                 "what is stored transposed are weight gradients in 16 bits");
-  static_assert(!kGathersRows || !kKGrouped || !kFp8,
+  static_assert(!kGathersRows || !kPadded,
                 "a K-grouped FP8 GEMM reads the padded layout, which has no rows to gather");
   static_assert(!kElementwise || (!kKGrouped && !kFp8),
                 "elementwise arithmetic follows M-grouped GEMMs in 16 bits");

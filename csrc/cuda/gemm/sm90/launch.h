@@ -93,7 +93,7 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const GroupedGemm& gemm,
   const int out_cols = Config::kTransposed ? shape.rows : shape.cols;
   if (Config::kKGrouped) row_count(op, int64_t{out_rows} * shape.E);
   // A group may have all rows, and RaggedRows counts those of a group from 2^30 down.
-  if (!Config::kKGrouped || !Config::kFp8)
+  if (!Config::kPadded)
     check(shape.T <= RaggedRows::kOrigin, op, ": at most ", RaggedRows::kOrigin,
           " rows are supported on CUDA, got ", shape.T);
   maps.out = epilogue.aligned ? out_map<Config>(op, epilogue, out_cols) : maps.a;

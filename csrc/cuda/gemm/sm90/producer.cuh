@@ -60,7 +60,7 @@ __device__ __forceinline__ void TmaProducer::load_a(SharedStorage<Config>& share
   uint8_t* to = shared.stages[stage].a + half * (Config::kABytes / 2);
   uint64_t* full = &shared.full[stage];
   const int row = tile.row + half * (Config::kTileM / 2);
-  if constexpr (Config::kFp8 && Config::kKGrouped) {
+  if constexpr (Config::kPadded) {
     tma_load_3d(to, &maps.a, full, mask, 0, row, tile.k_begin + k_block);
   } else if constexpr (Config::kKGrouped) {
     const int k = tile.k_begin + k_block * Config::kTileK;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void TmaProducer::load_b(SharedStorage<Config>& share
   uint8_t* to = shared.stages[stage].b + box * (Config::kBBytes / Config::kBBoxes);
   uint64_t* full = &shared.full[stage];
   const int col = tile.col + box * cols;
-  if constexpr (Config::kFp8 && Config::kKGrouped) {
+  if constexpr (Config::kPadded) {
     tma_load_3d(to, &maps.b, full, mask, 0, col, tile.k_begin + k_block);
   } else if constexpr (Config::kGated) {  // columns of gate or of up, gate or up
     tma_load_4d(to, Config::kNarrow ? &maps.narrow_b : &maps.b, full, mask,

@@ -98,10 +98,10 @@ template <typename Config>
 __device__ __forceinline__ void take_slice(WorkTile& tile, const Schedule& schedule,
                                            int last_round_tile) {
   const int rows = schedule.slice_begin * Config::kUnitK;
-  tile.k_begin += Config::kFp8 ? schedule.slice_begin : rows;
+  tile.k_begin += Config::kPadded ? schedule.slice_begin : rows;
   tile.k_count = min(tile.k_count - rows, schedule.slice_units * Config::kUnitK);
   tile.k_blocks =
-      Config::kFp8 ? schedule.slice_units : (tile.k_count + Config::kTileK - 1) / Config::kTileK;
+      Config::kPadded ? schedule.slice_units : (tile.k_count + Config::kTileK - 1) / Config::kTileK;
   // A tile's slots follow one another: the leading slice's, then those of its equal slices but the
   // last.
   const int slices = schedule.slices_per_tile, index = schedule.slice_index,
