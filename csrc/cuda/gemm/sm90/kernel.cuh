@@ -20,31 +20,23 @@
 // sizes are read on the device. An M-grouped GEMM's result does not depend on T, E or the groups'
 // sizes; in a K-grouped one the order in which split-K slices are added may.
 //
-// The roles of a block's warps. Registers are a thread's: warps 0 to 3 have kHelperRegisters, the
+// The roles of a block's warps, of which roles.h says which warp has which. Warps 4 to 11 do the
+// products, 64 rows a warpgroup. Registers are a thread's: warps 0 to 3 have kHelperRegisters, the
 // math warps what these leave (kMathRegisters).
 //
-//   role        warps             waits for                        signals
-//   scheduler   1, or with the    tile_empty                       tile_full, in both blocks
-//               last store warp
-//   producer    0; 0 and 1 where  tile_full, empty[stage]          tile_empty, full[stage];
-//               rows are gathered                                  Scale1x128: scales_full[stage]
-//   scale warp  1 (FP8 with       tile_full, empty[stage] or       full[stage]
-//               block scales)     scales_full[stage]
-//   math        4 to 11: 64 rows  full[stage], epilogue_empty      empty[stage] of both blocks,
-//               a warpgroup                                        epilogue_full
-//   store       2 and 3, one a    epilogue_full; to add: tile_full epilogue_empty
-//               math warpgroup
-//   elementwise 1, 2 and 3, or 2  epilogue_full                    epilogue_empty
-//               and 3: in place
-//               of the store warps
-//   zeros       the idle warp 1,
-//               or a store warp
-//               while it waits
+//   role        waits for                          signals
+//   scheduler   tile_empty                         tile_full, in both blocks
+//   producer    tile_full, empty[stage]            tile_empty, full[stage]; Scale1x128:
+//                                                  scales_full[stage]
+//   scales      tile_full, empty[stage] or         full[stage]
+//               scales_full[stage]
+//   math        full[stage], epilogue_empty        empty[stage] of both blocks, epilogue_full
+//   store       epilogue_full; to add: tile_full   epilogue_empty
 //
 // They are in scheduler.cuh, producer.cuh, gather_producer.cuh, scale_warp.cuh, mainloop_*.cuh and
-// epilogue.cuh, store_warp.cuh, elementwise_epilogue.cuh, and zero_fill.cuh, in this order. With a
-// low-rank second product, producer and math warps go on with its k-blocks: low_rank.cuh.
-// roles.h says which warp has which, and run_roles below gives them out.
+// epilogue.cuh, and store_warp.cuh or elementwise_epilogue.cuh, in this order. Zeros are written by
+// the scheduler, or by a store warp while it waits: zero_fill.cuh. With a low-rank second product,
+// producer and math warps go on with its k-blocks: low_rank.cuh.
 //
 // The two tiles of a cluster are neighbours and share an operand's tile, see tile_order.cuh. Each
 // block loads one half of it into both.
