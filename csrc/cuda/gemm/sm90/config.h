@@ -51,8 +51,8 @@ constexpr int kMaxSharedBytes = 227 * 1024;  // of a block on sm_90
 // a's row scales are loaded from a multiple of 4 rows on, and a tile may start at any row.
 constexpr int kRowScaleAlignment = kScaleRowMultiple;
 
-// What the store warps do: store the tile, or elementwise arithmetic on it first. Gated: b's columns
-// are gate's, then up's. Half of a tile's are gate's, the others the same ones of up.
+// What the store warps do: store the tile, or elementwise arithmetic on it first. Gated: b's
+// columns are gate's, then up's. Half of a tile's are gate's, the others the same ones of up.
 enum class StoreWork { kStore, kElementwise, kGatedElementwise };
 
 // A member of a struct that has no default: without its initializer the struct does not compile.
@@ -114,7 +114,7 @@ struct GemmConfig {
   static constexpr bool kElementwise = traits.store_work != StoreWork::kStore;
   static constexpr bool kGated = traits.store_work == StoreWork::kGatedElementwise;
 
-  // Narrow tiles reuse the wide tile's shared memory. Gated, they have whole lines of gate and of up.
+  // Narrow tiles reuse the wide tile's shared memory. Gated, they have whole lines of each half.
   static constexpr bool kNarrow = traits.narrow;
   static constexpr int kWideTileN = traits.tile_n;
   static constexpr int kNarrowCols = kGated ? 2 * kNarrowTileN : kNarrowTileN;
@@ -125,8 +125,8 @@ struct GemmConfig {
   static constexpr int kPaddedBlock = sm90::kPaddedBlock;
   // Boxes in which TMA loads b's tile: one a block where the cluster shares it.
   static constexpr int kNarrowBBoxes = kGated ? 2 : 1, kBBoxes = kNarrow ? kNarrowBBoxes : 2;
-  // Whether a cluster along M shares b by multicast. Narrow tiles do not, and lie along M only where
-  // they have all columns: side by side, one of two would have none. In FP8 ptxas would spill for
+  // Whether a cluster along M shares b by multicast. Narrow tiles do not, and lie along M only
+  // where they have all columns: side by side, one of two would have none. In FP8 ptxas would spill for
   // that, and nobody asks for such products. Beside a b in MXFP4 clusters of FP8 lie along N and share
   // a, of which a k-block has three times b's bytes.
   static constexpr bool kMulticastB = !kNarrow && !(kDecodesB && kFp8),

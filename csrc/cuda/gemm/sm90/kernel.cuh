@@ -132,7 +132,7 @@ constexpr int kHelperRegisters = larger(ProducerOf<Config>::kRegisters, Epilogue
 template <typename Config, typename Epilogue>
 constexpr int kMathRegisters = (3 * 168 - kHelperRegisters<Config, Epilogue>) / 2;
 
-// The roles of the block's warps. One after the other, not by a switch: ptxas makes other code then.
+// The roles of the block's warps, one after the other: from a switch ptxas makes other code.
 template <typename Config, typename Epilogue, typename Params>
 __device__ void run_roles(SharedStorage<Config>& shared, const Params& params) {
   using Producer = ProducerOf<Config>;

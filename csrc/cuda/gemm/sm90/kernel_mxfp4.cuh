@@ -35,8 +35,8 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// A thread of warpgroup 0 has so many registers, and leaves the rest of those that each has at first
-// to the math warps.
+// A thread of warpgroup 0 has so many registers, and leaves the rest of those that each has at
+// first to the math warps.
 constexpr int kMxfp4HelperRegisters = TmaProducer::kRegisters;
 template <typename Config>
 constexpr int kMxfp4MathRegisters =

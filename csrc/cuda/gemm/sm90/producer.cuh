@@ -2,8 +2,8 @@
 //
 // A kernel has the producer of its Config (ProducerOf). A producer says how many threads run it
 // (kThreads, 1 or 64), how many registers it takes (kRegisters), how often it arrives at
-// full[stage] (kArrivals), and what the kernel is given for it (Arguments). With 64 threads it loads
-// block scales too, and may have to schedule (roles.h). It must
+// full[stage] (kArrivals), and what the kernel is given for it (Arguments). With 64 threads it
+// loads block scales too, and may have to schedule (roles.h). It must
 //   - wait for this block's tiles, one after the other, and release each (scheduler.cuh);
 //   - for each k-block wait for shared.empty[stage] and fill the stage, with kArrivals arrivals at
 //     shared.full[stage] (a scale warp arrives too, see prologue in kernel.cuh);
