@@ -185,6 +185,11 @@ def _check_can_keep_both(where: str, experts: Any) -> None:
 
 def _check_can_freeze(where: str, experts: Any, model: nn.Module, weights: Weights) -> None:
     """Raise ValueError for experts that few bits do not hold, or that have no whole ones here."""
+    if ".modules_to_save." in where or where.endswith(".original_module"):
+        raise ValueError(
+            f"{where} is in PEFT's modules_to_save and learns whole, as no frozen weight does: use "
+            "weights='both' or None"
+        )
     if weights == "fp8" and (experts.is_transposed or experts.has_bias):
         raise ValueError(
             f"{where}: weights='fp8' is for experts without biases that are stored as [E, "

@@ -498,6 +498,15 @@ def test_experts_to_save(weights: Any, order: str, tmp_path: Path) -> None:
     assert_close({"": logits(model.merge_and_unload())}, {"": logits(again)}, 1e-5)
 
 
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
+def test_frozen_experts_are_not_to_save(weights: Any) -> None:
+    model = peft.get_peft_model(model_of(), config_of([], modules_to_save=["experts"]))
+    with pytest.raises(ValueError, match=r"is in PEFT's modules_to_save and learns whole, as no"):
+        convert(model, weights=weights)
+    with model.disable_adapter():  # asks gradients of those that were copied
+        logits(model)
+
+
 @pytest.mark.parametrize("weights", [None, "fp8"])
 def test_dropout(weights: Any) -> None:
     """The mask is one of the adapter's input: W x + scaling B A (mask x), in training alone."""
