@@ -132,7 +132,7 @@ def built(host: ModuleType | None) -> str:
     if host is None:
         return NOT_TOLD
     if host.CUDA_VERSION is None:
-        return "CPU, and no CUDA: nvcc was missing or off when it was built"
+        return "CPU, without CUDA: nvcc was missing, or GROUPED_LINEAR_CUDA_ARCHS=OFF"
     return f"CPU, and CUDA {host.CUDA_VERSION} for {host.CUDA_ARCHITECTURES}"
 
 

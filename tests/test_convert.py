@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
+    GroupedMLP,
     Recipe,
     convert,
 )
@@ -325,7 +326,13 @@ def clamped(x: Tensor) -> Tensor:
 MISTAKES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "nothing": (
         lambda: nn.Sequential(nn.Linear(H, H)),
-        "convert: Sequential has no experts of a form that is known",
+        "convert: Sequential has no experts of a form that is known: help(grouped_linear.convert) "
+        "names the forms, and what makes a layer of a list",
+    ),
+    "our layers": (
+        lambda: nn.Sequential(GroupedMLP(2, H, F)),
+        "convert: Sequential has no experts of a form that is known: its layers are this "
+        "package's, which take recipe= when they are made",
     ),
     "names of two conventions": (
         HalfSuffixedExperts,

@@ -314,7 +314,8 @@ def test_what_does_not() -> None:
         "lstm": nn.LSTM(H, H),
     }
     assert sentence(lambda: convert(nn.ModuleDict(parts))) == (
-        "convert: ModuleDict has no experts of a form that is known"
+        "convert: ModuleDict has no experts of a form that is known: help(grouped_linear.convert) "
+        "names the forms, and what makes a layer of a list"
     )
 
 

@@ -111,7 +111,8 @@ def test_wrong_patterns_and_recipes() -> None:
         return str(error.value)
 
     assert refused({"layers.0.*": None, "1": None}) == (
-        "convert: no experts have a name that matches 'layers.0.*' of recipes"
+        "convert: no experts have a name that matches 'layers.0.*' of recipes: names are whole, as "
+        "'0'"
     )
     assert (
         refused([("1", None)]) == "convert: recipes must map patterns of names to recipes, got list"

@@ -165,7 +165,10 @@ def compare(
             handle.remove()
     missed = [name for name in layers if (name, "all", "output") not in squares]
     if missed:
-        raise ValueError(f"compare: no backward of step reached the layer {missed[0]!r}")
+        raise ValueError(
+            f"compare: no backward of step reached {missed[0] or type(model).__name__}: step must "
+            "call it, and backward() of a loss that it has part in"
+        )
     order = list(layers)
     differences = []
     for key in sorted(squares, key=lambda key: order.index(key[0])):

@@ -24,6 +24,8 @@ from grouped_linear.integrations.look_alikes import look_alikes
 from grouped_linear.integrations.request import Changes, Request, warn_of_others_that_hold
 from grouped_linear.integrations.wrappers import adapted, have_peft_ask
 from grouped_linear.nn.checks import check_flags, check_recipe
+from grouped_linear.nn.linear import GroupedLinear
+from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.quantized.weight import Weights, check_weights_kept
 from grouped_linear.recipes import Float8BlockScaling, Recipe
 
@@ -172,15 +174,19 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
             name = class_before(model).__name__
             raise ValueError(f"convert: experts of {name} are converted already")
         skipped = look_alikes(model)
+        remedy = ": help(grouped_linear.convert) names the forms, and what makes a layer of a list"
+        if any(isinstance(module, GroupedLinear | GroupedMLP) for module in model.modules()):
+            remedy = ": its layers are this package's, which take recipe= when they are made"
+        if skipped:
+            remedy = f", and these look like experts: {', '.join(lines_of(skipped))}"
         raise ValueError(
-            f"convert: {type(model).__name__} has no experts of a form that is known"
-            + (", and these look like experts: " if skipped else "")
-            + ", ".join(lines_of(skipped))
+            f"convert: {type(model).__name__} has no experts of a form that is known{remedy}"
         )
     unused = [repr(p) for p in request.recipes if not any(fnmatchcase(n, p) for n in names)]
     if unused:
         raise ValueError(
-            f"convert: no experts have a name that matches {', '.join(unused)} of recipes"
+            f"convert: no experts have a name that matches {', '.join(unused)} of recipes: names "
+            f"are whole, as {next(iter(names))!r}"
         )
 
 

@@ -63,7 +63,6 @@ def check(model: nn.Module, experts: Mapping[str, Any], request: Request) -> Non
     for name, module in experts.items():
         where, of_module = where_in(name, module), request.of(name)
         check_stateless("convert", of_module.recipe)
-        _check(where, module, of_module.recipe, request.save_gate_up_in_fp8)
         weights, kept_as = of_module.weights, storage_of(module)
         if kept_as is not None and weights not in (None, kept_as):
             raise ValueError(
@@ -71,6 +70,7 @@ def check(model: nn.Module, experts: Mapping[str, Any], request: Request) -> Non
                 "out, with the recipe Float8BlockScaling(), or load the model in high precision "
                 "(a checkpoint: dequantize=True in its quantization config) and convert that"
             )
+        _check(where, module, of_module.recipe, request.save_gate_up_in_fp8)
         if weights is not None:
             check_replaceable(where, module, weight_names(module))
         if weights == "both":

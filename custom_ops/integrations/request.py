@@ -61,9 +61,9 @@ def warn_of_others_that_hold(changes: Changes) -> None:
     held = sum(one() is not None for one in changes.replaced)
     if held:
         warnings.warn(
-            f"convert: {held} parameters were replaced and something still holds them: make an "
-            "optimizer or DistributedDataParallel that was made before anew, or it goes on with "
-            "the old ones",
+            f"convert: {held} parameters were replaced and something still holds them, as an "
+            "optimizer or DistributedDataParallel does that was made before: make it again, or it "
+            "steps the old ones and keeps their memory",
             stacklevel=4,  # convert and its decorator
         )
 
