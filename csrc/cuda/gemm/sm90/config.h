@@ -126,9 +126,9 @@ struct GemmConfig {
   // Boxes in which TMA loads b's tile: one a block where the cluster shares it.
   static constexpr int kNarrowBBoxes = kGated ? 2 : 1, kBBoxes = kNarrow ? kNarrowBBoxes : 2;
   // Whether a cluster along M shares b by multicast. Narrow tiles do not, and lie along M only
-  // where they have all columns: side by side, one of two would have none. In FP8 ptxas would spill for
-  // that, and nobody asks for such products. Beside a b in MXFP4 clusters of FP8 lie along N and share
-  // a, of which a k-block has three times b's bytes.
+  // where they have all columns: side by side, one of two would have none. In FP8 ptxas would
+  // spill for that, and nobody asks for such products. Beside a b in MXFP4 clusters of FP8 lie
+  // along N and share a, of which a k-block has three times b's bytes.
   static constexpr bool kMulticastB = !kNarrow && !(kDecodesB && kFp8),
                         kLoneColumnAlongM = kNarrow && !kFp8;
 
