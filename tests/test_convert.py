@@ -29,7 +29,7 @@ from grouped_linear import (
     convert,
 )
 from grouped_linear.integrations.conversion import ConvertedExperts
-from support.compare import assert_all_same_bits, assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits, assert_same_tensors
 from support.devices import devices
 from support.errors import sentence
 from support.ops import OPS
@@ -235,8 +235,7 @@ def test_compiled_copied_and_saved(kind: str) -> None:
     model[1].load_state_dict(copied[1].state_dict())
     compiled = torch.compile(copied, fullgraph=True, backend="aot_eager")
     assert_same_bits(compiled(x), expected["y"])
-    for name, result in run(copied, x).items():
-        assert_same_bits(result, expected[name])
+    assert_same_tensors(run(copied, x), expected)
 
 
 @EVERY_MODEL
@@ -252,8 +251,7 @@ def test_pickled(kind: str, recipe: Recipe | None) -> None:
     loaded = torch.load(file, weights_only=False)
     assert type(loaded.get_submodule(name)) is type(model.get_submodule(name))
     assert type(deepcopy(model).get_submodule(name)) is type(model.get_submodule(name))
-    for name, result in run(loaded, x).items():
-        assert_same_bits(result, expected[name])
+    assert_same_tensors(run(loaded, x), expected)
 
 
 def test_copied_as_a_subclass() -> None:
@@ -284,9 +282,7 @@ def test_on_the_meta_device(kind: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.is_meta for p in model.parameters())
     model.to_empty(device="cpu").load_state_dict(whole.state_dict())
-    expected = run(whole, x)
-    for name, result in run(model, x).items():
-        assert_same_bits(result, expected[name])
+    assert_same_tensors(run(model, x), run(whole, x))
 
 
 def test_first_scales_are_not_lost_on_the_meta_device() -> None:

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from grouped_linear import Float8BlockScaling, convert
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.commands import run
-from support.compare import assert_same_bits, bits
+from support.compare import assert_same_bits, assert_same_tensors, bits
 from support.devices import needs_two_gpus
 from support.hugging_face import tiny
 from support.processes import (
@@ -99,12 +99,6 @@ def cleared(form: str) -> Any:
     return model
 
 
-def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, t in expected.items():
-        assert_same_bits(bits(actual[name]), bits(t))
-
-
 def frozen_names(model: Any) -> set[str]:
     names = {n for n, p in model.named_parameters() if p.dtype == torch.uint8}
     return {n for n in names if not n.endswith("_scale_inv")}
@@ -125,7 +119,7 @@ def test_state_dicts_are_plain_tensors(form: str, tmp_path: Path) -> None:
     for assign in (False, True):
         other = cleared(form)
         other.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=assign)
-        assert_same_state(other.state_dict(), state)
+        assert_same_tensors(other.state_dict(), state)
         assert frozen_names(other) == names
 
 
@@ -159,15 +153,15 @@ def test_distributed_state_dicts(form: str, tmp_path: Path) -> None:
     """torch looks up each key as an attribute of its module; copies and compiled models, too."""
     model = converted(form)
     state = get_model_state_dict(model)
-    assert_same_state(state, model.state_dict())
-    assert_same_state(get_model_state_dict(torch.compile(model)), state)
+    assert_same_tensors(state, model.state_dict())
+    assert_same_tensors(get_model_state_dict(torch.compile(model)), state)
     other = cleared(form)
     set_model_state_dict(other, state)
-    assert_same_state(other.state_dict(), state)
+    assert_same_tensors(other.state_dict(), state)
     dcp.save(state, checkpoint_id=tmp_path)
     read = get_model_state_dict(cleared(form))
     dcp.load(read, checkpoint_id=tmp_path)
-    assert_same_state(read, state)
+    assert_same_tensors(read, state)
 
 
 @FORM
@@ -177,7 +171,7 @@ def test_both_precisions_are_saved_as_plain_weights(form: str, tmp_path: Path) -
     expected = {name: p.detach().clone().dequantize() for name, p in model.named_parameters()}
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert_same_state(dict(plain.named_parameters()), expected)
+    assert_same_tensors(dict(plain.named_parameters()), expected)
     with torch.no_grad():
         for p in plain.parameters():
             p.mul_(2)
@@ -229,7 +223,7 @@ def test_unpickled_here() -> None:
     ours, theirs = (m.model.layers[0].mlp.experts for m in (model, loaded))
     assert type(ours) is type(theirs)
     assert torch.equal(logits(loaded), logits(model))
-    assert_same_state(loaded.state_dict(), model.state_dict())
+    assert_same_tensors(loaded.state_dict(), model.state_dict())
 
 
 # --- two processes -------------------------------------------------------------------------------
@@ -243,25 +237,25 @@ def check_sharded(form: str, rank: int, directory: Path) -> None:
     expected = whole.state_dict()
     assert state.keys() == expected.keys()
     full = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
-    assert_same_state(full, expected)
+    assert_same_tensors(full, expected)
     for name, t in state.items():
         assert_same_bits(bits(t.full_tensor()), bits(expected[name]))
     on_rank_0 = get_model_state_dict(
         sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
-    assert_same_state(on_rank_0, expected if rank == 0 else {})
+    assert_same_tensors(on_rank_0, expected if rank == 0 else {})
     dcp.save(state, checkpoint_id=directory / "checkpoint")
     dist.barrier()
     other = cleared(form)
     read = get_model_state_dict(other)
     dcp.load(read, checkpoint_id=directory / "checkpoint", no_dist=True)
-    assert_same_state(read, expected)
+    assert_same_tensors(read, expected)
     fully_shard(other, mesh=init_device_mesh("cpu", (PROCESSES,)))
     read = get_model_state_dict(other)
     dcp.load(read, checkpoint_id=directory / "checkpoint")
     set_model_state_dict(other, read)
     again = get_model_state_dict(other, options=StateDictOptions(full_state_dict=True))
-    assert_same_state(again, expected)
+    assert_same_tensors(again, expected)
 
 
 def check_computes(rank: int, directory: Path) -> None:
@@ -294,12 +288,12 @@ def check_whole(form: str, rank: int, directory: Path) -> None:
         for name, t in get_model_state_dict(other).items()
     }
     set_model_state_dict(other, state)
-    assert_same_state(get_model_state_dict(other, options=WHOLE), expected)
+    assert_same_tensors(get_model_state_dict(other, options=WHOLE), expected)
     for options in (WHOLE, FROM_RANK_0) if device().type == "cuda" else ():  # gloo sends no float8
         other = sharded(cleared(form).to(device()))
         given = expected if rank == 0 or options is WHOLE else {}
         set_model_state_dict(other, dict(given), options=options)
-        assert_same_state(get_model_state_dict(other, options=WHOLE), expected)
+        assert_same_tensors(get_model_state_dict(other, options=WHOLE), expected)
 
 
 def check_torch_sends_no_float8(rank: int, directory: Path) -> None:

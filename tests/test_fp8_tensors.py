@@ -23,7 +23,7 @@ from grouped_linear import (
     GroupedMLP,
     convert,
 )
-from support.compare import assert_same_bits
+from support.compare import assert_same_bits, assert_same_tensors
 from support.devices import devices
 from support.errors import sentence
 from support.hugging_face import tiny
@@ -133,9 +133,7 @@ def test_names_are_those_of_a_saved_checkpoint(family: str, tmp_path: Path) -> N
         pairs = [*fp8_tensors(model)]
         tensors = dict(pairs)
         assert len(pairs) == len(tensors)
-        assert tensors.keys() == saved.keys()
-        for name, t in saved.items():
-            assert_same_bits(tensors[name].detach(), t)
+        assert_same_tensors(tensors, saved)
         down = model.model.layers[0].mlp.experts.down_proj
         q = down if down.dtype == torch.uint8 else down.q
         name = f"model.layers.0.{PREFIX[family].format(1)}{NAMES[family][2]}.weight"
@@ -213,9 +211,7 @@ def test_a_checkpoint_in_fp8(scale_fmt: str) -> None:
         convert(checkpoint, Float8BlockScaling(), weights=weights)
         assert fp8_quantization_config(checkpoint)["scale_fmt"] == scale_fmt
         tensors = dict(fp8_tensors(checkpoint))
-        assert tensors.keys() == expected.keys()
-        for name, t in expected.items():
-            assert_same_bits(tensors[name].detach(), t)
+        assert_same_tensors(tensors, expected)
         with torch.no_grad():
             assert_same_bits(
                 checkpoint.model.layers[0].mlp(torch.ones(1, 1, H, dtype=BF16)),
@@ -235,9 +231,7 @@ def test_a_checkpoint_with_a_layer_in_high_precision(weights: Any, tmp_path: Pat
     written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert json.loads(json.dumps(fp8_quantization_config(model))) == written
     saved, tensors = load_file(tmp_path / "model.safetensors"), dict(fp8_tensors(model))
-    assert tensors.keys() == saved.keys()
-    for name, t in saved.items():
-        assert_same_bits(tensors[name].detach(), t)
+    assert_same_tensors(tensors, saved)
     for layer in range(2):
         experts = f"model.layers.{layer}.mlp.experts"
         in_fp8 = layer == 0 or weights == "fp8"
@@ -264,9 +258,7 @@ def test_names_of_compiled_layers() -> None:
     expected = dict(fp8_tensors(model))
     model.model.layers[1] = torch.compile(model.model.layers[1])
     tensors = dict(fp8_tensors(model))
-    assert tensors.keys() == expected.keys()
-    for name, t in expected.items():
-        assert_same_bits(tensors[name].detach(), t)
+    assert_same_tensors(tensors, expected)
 
 
 def test_tied_weights_come_once() -> None:

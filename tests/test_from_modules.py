@@ -24,7 +24,7 @@ from grouped_linear import (
     GroupedMLP,
     Recipe,
 )
-from support.compare import assert_same_bits
+from support.compare import assert_same_bits, assert_same_tensors
 from support.devices import devices
 from support.errors import sentence
 from support.ops import OPS
@@ -125,9 +125,7 @@ def test_as_a_layer_that_loads_these_weights(
         other = GroupedLinear(E, H, F, bias=layer.bias is not None, **options)
     other.load_state_dict(plain.state_dict(), strict=False)
     state, expected = layer.state_dict(), other.state_dict()
-    assert state.keys() == expected.keys()
-    for name, t in state.items():
-        assert_same_bits(t, expected[name])
+    assert_same_tensors(state, expected)
     counts = torch.tensor(COUNTS)
     calls = (getattr(one, "forward_sorted", one) for one in (layer, other))
     assert_same_bits(*(call(x, counts) for call in calls))

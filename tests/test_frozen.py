@@ -27,7 +27,7 @@ from grouped_linear import (
 )
 from grouped_linear.quantized.frozen import KeepsFrozen
 from support.calls import Calls
-from support.compare import assert_same_bits, bits
+from support.compare import assert_same_bits, assert_same_tensors, bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.groups import experts_of
@@ -95,17 +95,8 @@ def call(layer: Any, x: Tensor, m_splits: Tensor) -> dict[str, Tensor]:
     )
 
 
-def assert_all_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, t in expected.items():
-        assert_same_bits(actual[name], t)
-
-
 def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:
-    assert_all_same(
-        {n: bits(t) for n, t in actual.state_dict().items()},
-        {n: bits(t) for n, t in expected.state_dict().items()},
-    )
+    assert_same_tensors(actual.state_dict(), expected.state_dict())
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -124,7 +115,7 @@ def test_bits_of_a_weight_quantized_in_each_call(
     for m_splits in SPLITS:
         x, splits = inputs(device, m_splits, dtype)
         results = call(frozen, x, splits)
-        assert_all_same(results, call(plain, x, splits))
+        assert_same_tensors(results, call(plain, x, splits))
         for mode in (torch.no_grad, torch.inference_mode):
             with mode(), Calls() as forward:
                 assert_same_bits(frozen(x, splits), results["y"])
@@ -149,7 +140,7 @@ def test_activations_of_another_dtype(autocast: bool, kind: Any) -> None:
     with torch.autocast("cpu", BF16, enabled=autocast):
         arguments = inputs("cpu", SPLITS[0], FP32 if autocast else torch.float16)
         results = call(frozen, *arguments)
-        assert_all_same(results, call(plain, *arguments))
+        assert_same_tensors(results, call(plain, *arguments))
     assert results["y"].dtype == (BF16 if autocast else torch.float16)
 
 
@@ -290,7 +281,7 @@ def test_state_dicts_are_plain_tensors(kind: Any, tmp_path: Path) -> None:
     doubled = make_layer(kind, weights=None)
     for name in names_of(layer):
         doubled.get_parameter(name).data.mul_(2)
-    assert_all_same(call(layer, *arguments), call(doubled, *arguments))
+    assert_same_tensors(call(layer, *arguments), call(doubled, *arguments))
 
 
 @pytest.mark.parametrize("weights", ["fp8", "both", None])
@@ -505,7 +496,7 @@ def test_compiled(backend: str, kind: Any) -> None:
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     for m_splits in SPLITS:
         arguments = inputs("cpu", m_splits)
-        assert_all_same(call(compiled, *arguments), call(layer, *arguments))
+        assert_same_tensors(call(compiled, *arguments), call(layer, *arguments))
         layer.load_state_dict(make_layer(kind, weights=None).state_dict())
     assert counter.frame_count == 1
     recorded = AotEagerAndRecordGraphs()

@@ -23,7 +23,7 @@ from grouped_linear import (
 )
 from grouped_linear.integrations.mxfp4 import mxfp4_config
 from grouped_linear.integrations.transformers import register
-from support.compare import assert_same_bits
+from support.compare import assert_same_bits, assert_same_tensors
 from support.devices import devices
 from support.errors import sentence
 from support.gpt_oss import IDS, QUANTIZATION, dequantized, packed, write_checkpoint
@@ -149,9 +149,7 @@ def test_saves_the_files_bits(folder: Path, tmp_path: Path, way: str) -> None:
         assert_same_bits(logits(model), expected)
     model.save_pretrained(tmp_path)
     saved, source = (load_file(path / "model.safetensors") for path in (tmp_path, folder))
-    assert saved.keys() == source.keys()
-    for name, t in source.items():
-        assert_same_bits(saved[name], t)
+    assert_same_tensors(saved, source)
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"] == QUANTIZATION
     assert_same_bits(logits(packed(tmp_path)), expected)
     assert_same_bits(logits(dequantized(tmp_path)), logits(dequantized(folder)))

@@ -27,7 +27,7 @@ from grouped_linear import (
     ops,
 )
 from grouped_linear.integrations.experts import experts_of
-from support.compare import assert_same_bits, bits
+from support.compare import assert_same_bits, assert_same_tensors
 from support.devices import devices
 from support.errors import sentence
 from support.hugging_face import FAMILIES, tiny
@@ -268,14 +268,10 @@ def test_saved_as_deepseek_v4_is_published(family: str, tmp_path: Path) -> None:
         assert done.converted[0].num_parameters == convert(model).converted[0].num_parameters
     assert {n: p.data_ptr() for n, p in loaded.named_parameters()} == addresses
     state, expected = loaded.state_dict(), model.state_dict()
-    assert state.keys() == expected.keys()
-    for name, t in expected.items():
-        assert_same_bits(bits(state[name]), bits(t))
+    assert_same_tensors(state, expected)
     through_pickle(loaded).save_pretrained(tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
-    assert again.keys() == saved.keys()
-    for name, t in saved.items():
-        assert_same_bits(bits(again[name]), bits(t))
+    assert_same_tensors(again, saved)
 
 
 def test_saved_with_layers_in_high_precision(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from grouped_linear import (
     convert,
 )
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from support.compare import assert_all_same_bits, assert_same_bits, bits
+from support.compare import assert_all_same_bits, assert_same_bits, assert_same_tensors
 from support.devices import devices
 from support.documents import models
 from support.errors import sentence
@@ -546,9 +546,7 @@ def test_a_checkpoint_in_fp8() -> None:
         assert {one.path for one in done.converted} == {"experts implementation, weights in FP8"}
     for copied in (experts, deepcopy(experts), pickle.loads(pickle.dumps(experts))):
         after = copied.state_dict()
-        assert after.keys() == before.keys()
-        for name, t in before.items():
-            assert_same_bits(bits(after[name]), bits(t))
+        assert_same_tensors(after, before)
         copied.load_state_dict(before)
         assert_same_bits(copied(x, chosen, scores), y)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import FineGrainedFP8Config
 
 from grouped_linear import Float8BlockScaling, MXFP8BlockScaling, convert
-from support.compare import assert_same_bits, bits
+from support.compare import assert_same_bits, assert_same_tensors, bits
 from support.errors import sentence
 from support.hugging_face import tiny
 from support.tensors import BF16
@@ -141,8 +141,7 @@ def test_state_dicts_load_bit_for_bit() -> None:
             other.get_parameter(name).data.zero_()
         other.load_state_dict(state, strict=True, assign=assign)
         assert torch.equal(logits(other), logits(model))
-        for name, t in state.items():
-            assert_same_bits(bits(other.state_dict()[name]), bits(t))
+        assert_same_tensors(other.state_dict(), state)
     learner = model_of()
     convert(learner, Float8BlockScaling(), weights="both")
     learner.load_state_dict(state)
@@ -170,9 +169,7 @@ def test_copies_are_saved_too(copied: Any, tmp_path: Path) -> None:
     copied(model).save_pretrained(tmp_path / "copy")
     model.save_pretrained(tmp_path / "model")
     files = [load_file(tmp_path / d / "model.safetensors") for d in ("copy", "model")]
-    assert files[0].keys() == files[1].keys()
-    for name, t in files[0].items():
-        assert_same_bits(bits(t), bits(files[1][name]))
+    assert_same_tensors(files[0], files[1])
 
 
 def test_mixed_with_high_precision(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from grouped_linear import (
     Lora,
     update_scales,
 )
-from support.compare import assert_all_same_bits, assert_same_bits, bits
+from support.compare import assert_all_same_bits, assert_same_bits, assert_same_tensors, bits
 from support.layers import linear_of
 from support.processes import PROCESSES, Checks, Passes
 from support.tensors import BF16
@@ -250,8 +250,7 @@ def check_whole_states(rank: int, directory: Path) -> None:
     whole, sharded = Model(), Model()
     shard(sharded)
     state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
-    for name, t in whole.state_dict().items():
-        assert_same_bits(bits(state[name]), bits(t))
+    assert_same_tensors(state, whole.state_dict())
     state["experts.weight"] = whole.experts.dequantize("weight")  # gloo sends no float8
     del state["experts.weight_scale_inv"]
     restored, options = sharded_zeros(), StateDictOptions(full_state_dict=True, strict=False)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from grouped_linear import Float8BlockScaling, convert
-from support.compare import assert_same_bits, bits
+from support.compare import assert_same_tensors, bits
 from support.devices import HAS_GPU
 from support.processes import PROCESSES, Checks, Passes
 
@@ -62,26 +62,20 @@ def whole_state(model: Any) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
-def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, t in expected.items():
-        assert_same_bits(bits(actual[name]), bits(t))
-
-
 def check_states(rank: int, directory: Path) -> None:
     accelerator, model = sharding_accelerator(rank), mixtral()
     expected = {name: t.clone() for name, t in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     offer_sharding(accelerator)  # which it has forgotten
-    assert_same_state(whole_state(model), expected)
+    assert_same_tensors(whole_state(model), expected)
     state = accelerator.get_state_dict(model)
     if rank == 0:
-        assert_same_state(state, expected)
+        assert_same_tensors(state, expected)
     accelerator.save_model(model, str(directory / "model"))
     dist.barrier()
     if rank == 0:
-        assert_same_state(load_file(directory / "model" / "model.safetensors"), expected)
+        assert_same_tensors(load_file(directory / "model" / "model.safetensors"), expected)
     accelerator.save_state(str(directory / "state"))
     with torch.no_grad():
         for p in model.parameters():
@@ -89,7 +83,7 @@ def check_states(rank: int, directory: Path) -> None:
     changed = whole_state(model)
     assert any(not torch.equal(bits(changed[n]), bits(t)) for n, t in expected.items())
     accelerator.load_state(str(directory / "state"))
-    assert_same_state(whole_state(model), expected)
+    assert_same_tensors(whole_state(model), expected)
 
 
 CHECKS: Checks = {"states": check_states}

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grouped_linear import Float8BlockScaling, MXFP8BlockScaling, Recipe, convert
-from support.compare import assert_same_bits, bits
+from support.compare import assert_same_bits, assert_same_tensors, bits
 from support.deepseek_v4 import write_checkpoint
 from support.errors import sentence
 from support.tensors import BF16, FP32
@@ -143,9 +143,7 @@ def test_adapters(folder: Path, weights: Any, tmp_path: Path) -> None:
             assert "in MXFP4 and stays as it is" in sentence(adapted.merge_adapter)
     assert_close(*found, 1e-4)
     files = [load_file(tmp_path / str(i) / "adapter_model.safetensors") for i in (1, 2)]
-    assert files[0].keys() == files[1].keys()
-    for name, t in files[0].items():
-        assert_same_bits(files[1][name], t)
+    assert_same_tensors(files[0], files[1])
 
 
 @pytest.mark.parametrize("weights", [None, "mxfp4"])

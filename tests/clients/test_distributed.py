@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from grouped_linear import Float8BlockScaling, convert
-from support.compare import assert_same_bits, bits
+from support.compare import assert_same_tensors
 from support.devices import HAS_GPU, needs_two_gpus
 from support.gpt_oss import packed, write_checkpoint
 from support.processes import PROCESSES, Checks, Passes, device
@@ -162,9 +162,7 @@ def check_quantized(rank: int, directory: Path) -> None:
         whole.save_pretrained(directory / "whole")
     dist.barrier()
     files = [load_file(directory / d / "model.safetensors") for d in ("ours", "whole")]
-    assert files[0].keys() == files[1].keys()
-    for key, t in files[1].items():
-        assert_same_bits(bits(files[0][key]), bits(t))
+    assert_same_tensors(files[0], files[1])
 
 
 def check_fp8_checkpoint(rank: int, directory: Path) -> None:
@@ -199,9 +197,7 @@ def check_mxfp4_checkpoint(rank: int, directory: Path) -> None:
         model.save_pretrained(saved)
         dist.barrier()
         files = load_file(saved / "model.safetensors"), load_file(source / "model.safetensors")
-        assert files[0].keys() == files[1].keys()
-        for name, t in files[1].items():
-            assert_same_bits(files[0][name], t)
+        assert_same_tensors(files[0], files[1])
 
 
 def compare_logits(model: Any, expected: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.integrations import finegrained_fp8
 
 from grouped_linear import Float8BlockScaling, convert
-from support.compare import assert_same_bits, bits
+from support.compare import assert_same_bits, assert_same_tensors, bits
 
 pytest.importorskip("accelerate")  # what loads in FP8 needs it
 pytest.importorskip("peft")
@@ -83,9 +83,7 @@ def experts_of(model: Any) -> Iterator[Any]:
 
 def assert_same_file(one: Path, other: Path) -> None:
     files = [load_file(folder / "model.safetensors") for folder in (one, other)]
-    assert files[0].keys() == files[1].keys()
-    for name, t in files[0].items():
-        assert_same_bits(bits(files[1][name]), bits(t))
+    assert_same_tensors(files[0], files[1])
 
 
 @pytest.mark.parametrize("weights", [None, "fp8"])
@@ -94,7 +92,7 @@ def test_adapters_by_trainer(folder: Path, weights: Any, dataset: Any, tmp_path:
     base = from_pretrained(folder)
     convert(base, RECIPE, weights=weights)
     plain = logits(base)
-    before = {name: bits(t).clone() for name, t in base.state_dict().items()}
+    before = {name: t.clone() for name, t in base.state_dict().items()}
     model = peft.get_peft_model(base, config_of(**ADAPTERS))
     assert len(use_grouped_adapters(model)) == 4
     trainer = trainer_of(model, dataset, tmp_path, max_steps=3, learning_rate=1e-2)
@@ -108,9 +106,7 @@ def test_adapters_by_trainer(folder: Path, weights: Any, dataset: Any, tmp_path:
     assert not torch.allclose(expected, plain, atol=1e-3)
 
     after = model.unload().state_dict()
-    assert after.keys() == before.keys()
-    for name, t in after.items():
-        assert_same_bits(bits(t), before[name])
+    assert_same_tensors(after, before)
 
     loaded = from_pretrained(folder)
     convert(loaded, RECIPE, weights=weights)
@@ -382,6 +378,4 @@ def test_weights_to_a_sampler(folder: Path) -> None:
     for weights in (None, "fp8"):
         convert(model, RECIPE, weights=weights)
         tensors = dict(fp8_tensors(model))
-        assert tensors.keys() == expected.keys()
-        for name, t in expected.items():
-            assert_same_bits(tensors[name].detach(), t)
+        assert_same_tensors(tensors, expected)

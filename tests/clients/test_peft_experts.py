@@ -24,7 +24,7 @@ from grouped_linear import (
 )
 from grouped_linear.quantized.frozen import dequantize_blocks
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from support.compare import assert_same_bits, bits
+from support.compare import assert_same_tensors
 from support.documents import ROOT, examples
 from support.gpt_oss import write_checkpoint
 
@@ -109,9 +109,7 @@ def test_initialized_as_by_peft(init: Any) -> None:
         found.append({n: p.detach() for n, p in model.named_parameters() if ".lora_" in n})
     assert len(found[0]) == 2 * 2 * (2 * 2 + 2)
     for own in found[1:]:
-        assert own.keys() == found[0].keys()
-        for name, t in found[0].items():
-            assert_same_bits(own[name], t)
+        assert_same_tensors(own, found[0])
 
 
 @pytest.mark.parametrize(
@@ -236,9 +234,7 @@ def test_files_are_those_of_peft(weights: Any, tmp_path: Path) -> None:
     files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in names]
     assert len(files[0]) == 12
     for other in files[1:]:
-        assert other.keys() == files[0].keys()
-        for name, t in files[0].items():
-            assert_same_bits(bits(other[name]), bits(t))
+        assert_same_tensors(other, files[0])
     expected = logits(ours)
     for adapter in ("default", "second"):
         again.set_adapter(adapter)
@@ -416,9 +412,7 @@ def test_an_adapter_that_experts_cannot_have(option: str) -> None:
         model.add_adapter("later", config_of(**LATER[option]))
     assert list(model.peft_config) == ["default"]
     after = model.state_dict()
-    assert after.keys() == before.keys()
-    for name, t in before.items():
-        assert_same_bits(after[name], t)
+    assert_same_tensors(after, before)
     results(model)
 
 

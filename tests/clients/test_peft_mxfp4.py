@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from grouped_linear import Float8BlockScaling, convert
-from support.compare import assert_same_bits
+from support.compare import assert_same_bits, assert_same_tensors
 from support.errors import sentence
 from support.gpt_oss import IDS, dequantized, packed, write_checkpoint
 from support.tensors import BF16, FP32
@@ -116,9 +116,7 @@ def test_files_are_pefts(folder: Path, tmp_path: Path) -> None:
     """Both ways, beside weights that are packed and that are not."""
     model, other = ours(folder, dtype=FP32), theirs(folder, dtype=FP32)
     own, expected = saved(model, tmp_path / "ours"), saved(other, tmp_path / "theirs")
-    assert own.keys() == expected.keys()
-    for name, t in expected.items():
-        assert_same_bits(own[name], t)
+    assert_same_tensors(own, expected)
     config = for_packed_experts(peft.LoraConfig.from_pretrained(tmp_path / "theirs"))
     again = peft.PeftModel.from_pretrained(
         packed(folder, dtype=FP32), tmp_path / "theirs", config=config

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from support.compare import assert_same_bits, bits
+from support.compare import assert_same_bits, assert_same_tensors, bits
 
 pytest.importorskip("accelerate")  # Trainer and FP8 checkpoints need it
 from transformers import (
@@ -33,13 +33,6 @@ def train(model: nn.Module, dataset: Any, directory: Path, **resumed: Any) -> No
     Trainer(model, arguments, train_dataset=dataset).train(**resumed)
 
 
-def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:
-    states = actual.state_dict(), expected.state_dict()
-    assert states[0].keys() == states[1].keys()
-    for name, t in states[0].items():
-        assert_same_bits(bits(t), bits(states[1][name]))
-
-
 def test_experts_that_learn(tiny: Any, dataset: Any, tmp_path: Path) -> None:
     """A run that is resumed from its first checkpoint ends where the whole run does."""
     whole, resumed = tiny(), tiny()
@@ -50,7 +43,7 @@ def test_experts_that_learn(tiny: Any, dataset: Any, tmp_path: Path) -> None:
     assert saved.keys() == whole.state_dict().keys()
     assert_same_bits(saved["experts.down_proj"], whole.state_dict()["experts.down_proj"])
     train(resumed, dataset, tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert_same_state(resumed, whole)
+    assert_same_tensors(resumed.state_dict(), whole.state_dict())
 
 
 def logits(model: Any) -> Tensor:
@@ -101,6 +94,4 @@ def test_from_pretrained_bit_for_bit(
     assert torch.equal(logits(loaded), logits(quantized_mixtral))
     loaded.save_pretrained(tmp_path / "again")
     files = [load_file(d / "model.safetensors") for d in (tmp_path, tmp_path / "again")]
-    assert files[0].keys() == files[1].keys()
-    for name, t in files[0].items():
-        assert_same_bits(bits(t), bits(files[1][name]))
+    assert_same_tensors(files[0], files[1])

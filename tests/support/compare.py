@@ -1,6 +1,6 @@
 """Comparisons of tensors: bit for bit, and within a bound on rounding errors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -25,6 +25,12 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 def assert_all_same_bits(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
     for a, e in zip(actual, expected, strict=True):
         assert_same_bits(a, e)
+
+
+def assert_same_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, t in expected.items():
+        assert_same_bits(actual[name], t)
 
 
 def assert_bias_grad(actual: Tensor, dy_TN: Tensor, offs_E: Tensor) -> None:
