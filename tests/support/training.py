@@ -1,4 +1,4 @@
-"""Features of the layer, and modes to train it in.
+"""Features of layers, modes to train them in, and steps, against those of a plain layer.
 
 T rows, E groups, K in_features, N out_features.
 """
@@ -6,17 +6,29 @@ T rows, E groups, K in_features, N out_features.
 import functools
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from grouped_linear import GroupedLinear, GroupedMLP
+from grouped_linear import (
+    DelayedScaling,
+    GroupedLinear,
+    GroupedMLP,
+    Recipe,
+    ops,
+    update_scales,
+)
+from grouped_linear.recipes import DelayedScalingState
+from support.compare import assert_all_same_bits
 from support.groups import experts_of
-from support.tensors import BF16, FP32
+from support.tensors import BF16, FP16, FP32
 
 T, E, K, N = 40, 3, 32, 48
 
@@ -254,3 +266,196 @@ def cudagraph_trees(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) 
 
 CUDA_MODES = (captured, graphed, cudagraph_trees)
 Mode = Callable[[GroupedLinear, Feature, torch.dtype], Step]
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+LEARNING_RATE = 0.01
+# Micro-batches of each step.
+STEPS: dict[torch.dtype, tuple[int, ...]] = {BF16: (1, 2), FP16: (2, 1), FP32: (1, 8)}
+Make = Callable[..., Any]  # a layer of a recipe, a dtype, a device and options
+
+
+def weights_of(layer: Any) -> list[list[Any]]:
+    """The parameters of each weight: one, or one for each expert."""
+    if isinstance(layer, Routed):
+        return [[w] for w in layer.weights]
+    return [[p for name, p in layer.named_parameters() if name.startswith("weight")]]
+
+
+def others_of(layer: Any) -> list[nn.Parameter]:
+    """The scores of a routed layer, or all biases."""
+    weights = {id(w) for parts in weights_of(layer) for w in parts}
+    return [p for p in layer.parameters() if id(p) not in weights]
+
+
+def whole(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor of one an expert."""
+    return (parts[0] if len(parts) == 1 else torch.stack([*parts])).detach().clone()
+
+
+def give_main_grads(layer: Any, feature: Feature) -> list[Tensor]:
+    """Of each weight parts of one buffer, after a gap; the buffers, where the feature has any."""
+    buffers = []
+    for parts in weights_of(layer) if feature.fused else ():
+        size = sum(w.numel() for w in parts)
+        kind = {"dtype": feature.main_grad, "device": parts[0].device}
+        buffers.append(torch.full((size + 8,), torch.nan, **kind))
+        for w, part in zip(parts, buffers[-1][8:].view(len(parts), -1), strict=True):
+            w.main_grad = part.view(w.shape)
+    return buffers
+
+
+def gradients_of(layer: Any, feature: Feature) -> list[Tensor]:
+    """Of each weight, and of the others."""
+    weights = [
+        whole([w.main_grad if feature.fused else w.grad for w in parts])
+        for parts in weights_of(layer)
+    ]
+    return [*weights, whole([p.grad for p in others_of(layer)])]
+
+
+@torch.no_grad()
+def optimizer_step(layer: Any, gradients: Sequence[Tensor]) -> None:
+    """The same arithmetic for every form of the parameters; gradients of the weights alone."""
+    for parts, whole_gradient in zip(weights_of(layer), gradients, strict=False):
+        of_parts = [whole_gradient] if len(parts) == 1 else [*whole_gradient]
+        for w, gradient in zip(parts, of_parts, strict=True):
+            w -= (LEARNING_RATE * gradient).to(w.dtype)
+    for p in others_of(layer):
+        p -= LEARNING_RATE * p.grad
+    update_scales(layer)
+
+
+class WgradOperands(TorchDispatchMode):
+    """What every weight gradient of unquantized operands is the product of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operands: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.grouped_linear.grouped_mm_wgrad.default:
+            dy, x, offs, _, *rows = (*args, *(None,) * 3)[:6]
+            self.operands.append((dy, x, offs, None, *rows))  # as grouped_mm_wgrad_ takes them
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def plain_run(
+    make: Make,
+    recipe: Recipe | None,
+    dtype: torch.dtype,
+    device: str,
+    main_grad: torch.dtype | None = None,
+) -> list[Tensor]:
+    """y and dx of every micro-batch; gradients of the weights and of the others of every step.
+
+    main_grad: what weight gradients are added up in, unrounded ones; None for the weight's grad.
+    """
+    layer, results = make(recipe, dtype, device), []
+    made = iter(batches(dtype, device, sum(STEPS[dtype])))
+    weights = [w for (w,) in weights_of(layer)]
+    totals = [torch.empty_like(w, dtype=main_grad, requires_grad=False) for w in weights]
+    for count in STEPS[dtype]:
+        for total in totals:
+            total.zero_()
+        for _, (x, m_splits, dy) in zip(range(count), made, strict=False):
+            y, products = layer(x, m_splits), WgradOperands()
+            unrounded = main_grad is not None and recipe is None
+            with products if unrounded else nullcontext():
+                y.backward(dy[:, : y.size(1)])
+            with torch.no_grad():
+                for total, w in zip(totals, weights, strict=True):
+                    if unrounded:  # the last weight's product is the first
+                        ops.grouped_mm_wgrad_(total, *products.operands.pop())
+                    else:
+                        total.copy_(total + w.grad)
+                    w.grad = None
+            results += [y.detach(), x.grad]
+        results += [*(t.clone() for t in totals), whole([p.grad for p in others_of(layer)])]
+        optimizer_step(layer, totals)
+        for p in others_of(layer):
+            p.grad = None
+    assert all(t.isfinite().all() for t in results)
+    return results
+
+
+def flag_of(kind: str, first: bool, device: str) -> Any:
+    return {"none": None, "bool": first}.get(kind, torch.tensor(first, device=device))
+
+
+def run(
+    make: Make,
+    feature: Feature,
+    mode: Mode,
+    recipe: Recipe | None,
+    dtype: torch.dtype,
+    device: str,
+) -> list[Any]:
+    """What plain_run gives, by a layer with the feature."""
+    layer, results = make(recipe, dtype, device, **feature.options), []
+    main_grads = give_main_grads(layer, feature)
+    if mode in CUDA_MODES:  # what a graph adds to stays where it is
+        for p in others_of(layer) if feature.fused else layer.parameters():
+            p.grad = torch.zeros_like(p)
+    step = mode(layer, feature, dtype)
+    for module in layer.modules():  # a mode may have run the layer
+        if isinstance(module, DelayedScalingState):
+            module.reset()
+    for main_grad in main_grads:  # neither zero nor what a graph was recorded with
+        main_grad.fill_(torch.nan)
+    made = iter(batches(dtype, device, sum(STEPS[dtype])))
+    for count in STEPS[dtype]:
+        for main_grad in main_grads if feature.flag == "none" else ():
+            main_grad.zero_()
+        features = K if isinstance(layer, Routed) else N
+        micro_batches = [
+            (x, m_splits, dy[:, :features], flag_of(feature.flag, i == 0, device))
+            for i, (x, m_splits, dy) in zip(range(count), made, strict=False)
+        ]
+        for result in step(micro_batches):
+            results += result
+        gradients = gradients_of(layer, feature)
+        results += gradients
+        optimizer_step(layer, gradients)
+        for parts in weights_of(layer) if feature.fused else ():
+            assert all(w.grad is None for w in parts)
+        for p in layer.parameters():
+            if mode not in CUDA_MODES:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
+    return results
+
+
+def refused(feature: Feature, mode: Mode, recipe: Recipe | None) -> str | None:
+    """The beginning of the sentence that a combination earns."""
+    if "save_original_input" in feature.options and isinstance(recipe, DelayedScaling):
+        return "GroupedLinear: save_original_input quantizes the input once more"
+    if feature.deferred and mode in (compiled, cudagraph_trees):
+        return "GroupedLinear: delay_wgrad_compute keeps operands"
+    if feature.deferred and mode is graphed:
+        return "GroupedLinear: backward_dw: "
+    if feature.flag == "tensor" and recipe is not None and mode is interleaved:
+        return "a tensor that the forward saved has been modified by an inplace operation"
+    return None
+
+
+def check(
+    make: Make,
+    feature: Feature,
+    mode: Mode,
+    recipe: Recipe | None,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """The feature in the mode has the bits of a plain run, or is refused."""
+    sentence = refused(feature, mode, recipe)
+    if sentence is not None:
+        with pytest.raises(Exception, match=sentence):
+            run(make, feature, mode, recipe, dtype, device)
+        return
+    actual = run(make, feature, mode, recipe, dtype, device)
+    main_grad = feature.main_grad if feature.fused else None
+    assert_all_same_bits(actual, plain_run(make, recipe, dtype, device, main_grad))
