@@ -390,21 +390,6 @@ def test_no_layer_passes_a_function_by(name: str, role: str) -> None:
                     assert not t.any(), (layer, compiled, key)
 
 
-def test_a_copy_has_scales_of_its_own() -> None:
-    """A module under DelayedScaling keeps its formats with its own scales, also as a copy."""
-    layer = layer_of(DelayedScaling())
-    twin = copy.deepcopy(layer)
-    twin(rows(T, K), torch.tensor(SPLITS)).sum().backward()
-    assert layer.weight_state is not None
-    assert twin.weight_state is not None
-    assert twin.weight_state.x.amax.any()
-    assert not layer.weight_state.x.amax.any()
-    again = pickle.loads(pickle.dumps(twin))
-    assert_same_bits(again.weight_state.x.amax, twin.weight_state.x.amax)
-    again(100 * rows(T, K), torch.tensor(SPLITS)).sum().backward()
-    assert (again.weight_state.x.amax > twin.weight_state.x.amax).any()
-
-
 # --- what is said --------------------------------------------------------------------------------
 
 
@@ -474,19 +459,6 @@ def test_what_is_said_about_a_recipe(formats: dict[str, Any], sentence: str) -> 
 def test_what_is_said_about_a_format(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Format(**options)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "options"),
-    [
-        (Float8BlockScaling, ("power_of_two_scales", "share_x_scales", "requantize_weights")),
-        (Float8CurrentScaling, ("power_of_two_scales", "requantize_weights")),
-    ],
-)
-def test_every_flag_is_checked(recipe: Any, options: tuple[str, ...]) -> None:
-    for option in options:
-        with pytest.raises(ValueError, match=f"{option} must be True or False, got 'no'"):
-            recipe(**{option: "no"})
 
 
 def in_place(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Tensor:

@@ -51,7 +51,9 @@ def test_a_gradient_penalty_is_refused(kind: str, recipe: Recipe | None) -> None
     experts = torch.tensor([[0], [1], [1]])
     x = torch.randn(3, 16, requires_grad=True)
     y = layer(x, [1, 2]) if kind == "layer" else mlp(x, torch.ones(3, 1), experts)
+    (expected,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert_same_bits(dx.detach(), expected)
     loss = y.sum() + dx.square().sum()
     parameters = [*layer.parameters(), *mlp.parameters()]
     with pytest.raises(RuntimeError, match="grouped_linear: there is no second derivative"):
@@ -248,12 +250,6 @@ def test_mistakes() -> None:
     assert sentence(lambda: layer(*inputs())) == (
         "GroupedLinear: fuse_wgrad_accumulation computes the gradients of all experts, but only 2 "
         "of 3 require one"
-    )
-    wrong = make_layer(fuse_wgrad_accumulation=True)
-    wrong.weight.main_grad = torch.zeros(E, K, N)
-    assert sentence(lambda: wrong(*inputs())) == (
-        "GroupedLinear: weight.main_grad must be [3, 48, 32] float32 or bfloat16 on cpu, as weight "
-        "is, got [3, 32, 48] float32 on cpu"
     )
     with torch.no_grad():  # nothing is asked of main_grad
         make_layer(fuse_wgrad_accumulation=True)(*inputs())
@@ -663,17 +659,6 @@ def test_some_experts_frozen() -> None:
         called(*inputs()).square().sum().backward()
     assert layer.weight1.grad is None
     assert_same_bits(layer.weight2.grad, plain.weight.grad[2])
-
-
-@EVERY_RECIPE
-def test_second_derivatives_are_refused(recipe: Recipe | None) -> None:
-    layer, (x, m_splits) = make_layer(recipe), inputs()
-    dy = torch.randn(T, N, requires_grad=True)
-    (expected,) = torch.autograd.grad(layer(x, m_splits), x, dy)
-    (dx,) = torch.autograd.grad(layer(x, m_splits), x, dy, create_graph=True)
-    assert_same_bits(dx.detach(), expected)
-    with pytest.raises(RuntimeError, match="there is no second derivative"):
-        dx.sum().backward()
 
 
 @EVERY_RECIPE

@@ -5,7 +5,6 @@ T rows, E groups, K in_features, N out_features.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -531,8 +530,3 @@ def test_weight_dtype_may_differ_under_a_recipe(name: str) -> None:
     magnitudes = reference.Operands(*(t.abs() for t in operands))
     magnitude = reference.layer(magnitudes, None, SMALL.offs(), dy.abs())
     assert within(dw, expected.dw, rounded(expected.dw, 2.0**-11 * magnitude.dw, FP32))
-
-
-def test_recipe_is_a_value() -> None:
-    recipe = Float8BlockScaling()
-    assert replace(recipe, amax_epsilon=0.5) == Float8BlockScaling(amax_epsilon=0.5)

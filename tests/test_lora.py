@@ -647,15 +647,6 @@ def test_meta() -> None:
         assert not mlp.get_parameter(f"{name}_lora_b").any()
 
 
-def test_repr() -> None:
-    """A layer shows its adapters, as its constructor takes them."""
-    lora = Lora(4)
-    assert f", recipe=None, lora={lora})" in repr(GroupedLinear(2, 16, 16, lora=lora))
-    options = {"down_proj": lora}
-    assert f", recipe=None, lora={options})" in repr(GroupedMLP(2, 16, 16, lora=options))
-    assert "lora" not in repr(GroupedMLP(2, 16, 16)) + repr(GroupedLinear(2, 16, 16))
-
-
 def test_scaling() -> None:
     """By alpha over the rank, or its root; without alpha a factor of 1."""
     assert Lora(16, 32).scaling == 2

@@ -15,13 +15,13 @@ from torch import Tensor
 from grouped_linear import ops
 from support import reference
 from support.check import check
-from support.compare import assert_all_same_bits, assert_same_bits, tail_is_zero, within
+from support.compare import assert_same_bits, tail_is_zero, within
 from support.devices import devices
 from support.groups import GROUPS, WIDE, Groups
 from support.op_info import Sample
 from support.ops import grouped_scaled_mm, grouped_scaled_mm_wgrad
 from support.pairs import pairwise
-from support.samples import make, specified, variant_of
+from support.samples import make, variant_of
 from support.tensors import BF16, DTYPES, FP32, lay_out, on, rows, weight
 from support.tolerances import ROUNDING, C, scaled_tolerance, tolerance
 
@@ -386,33 +386,6 @@ def test_zero_tokens_into_a_slice_at_any_address(
 @pytest.mark.parametrize("op", IN_PLACE)
 @pytest.mark.parametrize("device", devices(*IN_PLACE))
 @pytest.mark.parametrize("grad_dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("overwrite", [None, True])
-def test_adding_to_a_slice_at_any_address(
-    op: str, device: str, grad_dtype: torch.dtype, overwrite: bool | None
-) -> None:
-    options = {} if overwrite is None else {"overwrite": overwrite}
-    sample = make(op, GROUPS["unaligned"], BF16, grad_dtype=grad_dtype, **options)
-    main_grad = sample["main_grad"].to(device)
-    around = torch.full((main_grad.numel() + 2,), 7, dtype=grad_dtype, device=device)
-    part = around[1:-1].view_as(main_grad).copy_(main_grad)
-    sample.on(device).but(main_grad=part)()
-    assert_same_bits(part, sample.results(device)[0])
-    assert around[0] == 7
-    assert around[-1] == 7
-
-
-@pytest.mark.parametrize("op", IN_PLACE)
-@pytest.mark.parametrize("device", devices(*IN_PLACE))
-@pytest.mark.parametrize("grad_dtype", [FP32, BF16], ids=str)
-def test_overwriting_never_reads(op: str, device: str, grad_dtype: torch.dtype) -> None:
-    sample = make(op, GROUPS["empty_middle"], BF16, grad_dtype=grad_dtype, overwrite=True)
-    stale = sample.but(main_grad=torch.full_like(sample["main_grad"], torch.nan))
-    assert_same_bits(stale.results(device)[0], sample.results(device)[0])
-
-
-@pytest.mark.parametrize("op", IN_PLACE)
-@pytest.mark.parametrize("device", devices(*IN_PLACE))
-@pytest.mark.parametrize("grad_dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_matrices_of_empty_groups(
     op: str, device: str, grad_dtype: torch.dtype, overwrite: bool
@@ -423,20 +396,6 @@ def test_matrices_of_empty_groups(
     if overwrite:
         sample = sample.but(main_grad=torch.full_like(sample["main_grad"], torch.nan))
     check(sample, device)
-
-
-@pytest.mark.parametrize("op", IN_PLACE)
-@pytest.mark.parametrize("device", devices(*IN_PLACE))
-def test_main_grads_in_one_buffer(op: str, device: str) -> None:
-    groups = GROUPS["empty_last"]
-    sample = make(op, groups, BF16, overwrite=False)
-    expected = sample.results(device)[0]
-    buffer = torch.randn(3, *expected.shape)
-    buffer[1] = sample["main_grad"]
-    there = on(device, buffer)
-    sample.on(device).but(main_grad=there[1])()
-    assert_same_bits(there[1], expected)
-    assert_same_bits(there[::2], buffer[::2])
 
 
 # --- hard operands -------------------------------------------------------------------------------
@@ -840,30 +799,6 @@ def test_gradients_of_gathered_rows(device: str) -> None:
     expected = reference.grouped_mm_wgrad(dy, a[rows_T], groups.offs()).mT
     magnitude = reference.grouped_mm_wgrad(dy, a[rows_T].abs(), groups.offs()).mT
     assert within(db, expected, tolerance(expected, magnitude, max(groups.m_splits), BF16))
-
-
-@pytest.mark.parametrize("device", devices(*GRADIENT_OPS))
-def test_gradients_through_the_documented_wrapper(device: str) -> None:
-    """The wrapper passes every argument, the dispatcher drops those that equal their defaults."""
-    sample = make("grouped_mm", GROUPS["unaligned"], FP32).on(device)
-    a, b = (sample[name].requires_grad_() for name in ("a", "b"))
-    ops.grouped_mm(a, b, sample["offs"]).sum().backward()
-    both = [a.grad, b.grad]
-    a.grad = b.grad = None
-    sample().sum().backward()
-    for through_wrapper, through_op in zip(both, (a.grad, b.grad), strict=True):
-        assert through_wrapper is not None
-        assert_same_bits(through_wrapper, through_op)
-
-
-@pytest.mark.parametrize("device", devices("grouped_mm_wgrad", "group_quantize"))
-@pytest.mark.parametrize("op", ["grouped_mm_wgrad", "group_quantize"])
-def test_ops_without_a_gradient_take_inputs_that_require_one(op: str, device: str) -> None:
-    sample = make(op, GROUPS["unaligned"], BF16)
-    name = next(iter(sample.arguments))
-    with_grad = sample.but(**{name: sample[name].clone().requires_grad_()})
-    actual, expected = (specified(sample, s.results(device)) for s in (with_grad, sample))
-    assert_all_same_bits(actual, expected)
 
 
 def test_no_second_derivatives_of_grouped_mm() -> None:

@@ -123,11 +123,3 @@ def test_module_moves_dtype() -> None:
     layer = make_layer().to(BF16)
     assert call(layer).dtype == BF16
     assert {p.dtype for p in layer.half().parameters()} == {FP16}
-
-
-def test_repr() -> None:
-    recipe = Float8BlockScaling(amax_epsilon=1e-4, wgrad=BF16)
-    assert repr(make_layer(bias=False, recipe=recipe)) == (
-        "GroupedLinear(num_experts=3, in_features=16, out_features=32, bias=False, "
-        "recipe=Float8BlockScaling(amax_epsilon=0.0001, wgrad=torch.bfloat16))"
-    )

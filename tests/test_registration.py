@@ -227,13 +227,16 @@ def test_wrappers_take_what_the_schemas_take(op: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices(*IN_PLACE))
-@pytest.mark.parametrize("op", IN_PLACE)
+@pytest.mark.parametrize("op", OPS)
 def test_only_what_is_written_gets_a_new_version(op: str, device: str) -> None:
+    """By its version autograd knows that a tensor which a backward needs was written since."""
+    if device == "cuda" and op not in CUDA_OPS:
+        return
     flag = {"wgrad": "overwrite", "refresh": "refresh"}
-    names = [name for word, name in flag.items() if word in op]
+    names = [name for word, name in flag.items() if word in op and op in IN_PLACE]
     for options in ({}, *({name: value} for name in names for value in (True, False))):
         sample = make(op, GROUPS["unaligned"], BF16, **options).on(device)
-        assert sample.written
+        assert sample.written or op not in IN_PLACE
         tensors = {
             (name, i): t
             for name, argument in sample.arguments.items()
@@ -246,33 +249,6 @@ def test_only_what_is_written_gets_a_new_version(op: str, device: str) -> None:
         assert after == {key: key[0] in sample.written for key in tensors}
 
 
-@pytest.mark.parametrize("device", devices(*IN_PLACE))
-@pytest.mark.parametrize("op", IN_PLACE)
-def test_overwriting_what_a_backward_needs_raises(op: str, device: str) -> None:
-    for name in make(op, GROUPS["unaligned"], BF16).written:
-        sample = make(op, GROUPS["unaligned"], BF16).on(device)
-        saved = tree_leaves(sample[name])[0]
-        x = torch.ones(saved.shape, device=device, requires_grad=True)
-        y = Keep.apply(x, saved)
-        sample()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
-
-
-class Keep(torch.autograd.Function):
-    """Saves a tensor for backward, of any dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
-        ctx.save_for_backward(saved)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        assert ctx.saved_tensors
-        return dy, None
-
-
 def test_a_main_grad_that_requires_grad_is_refused() -> None:
     main_grad = torch.zeros(1, 16, 16, requires_grad=True)
     ones, offs = torch.ones(2, 16), torch.tensor([2], dtype=torch.int32)
@@ -281,16 +257,6 @@ def test_a_main_grad_that_requires_grad_is_refused() -> None:
     with torch.no_grad():
         overload("grouped_mm_wgrad_")(main_grad, ones, ones, offs)
     assert (main_grad == 2).all()
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_what_is_not_written_keeps_its_version(op: str) -> None:
-    sample = make(op, GROUPS["unaligned"], BF16)
-    read = [value for name, value in sample.arguments.items() if name not in sample.written]
-    tensors = [t for t in tree_leaves(read) if isinstance(t, Tensor)]
-    before = [t._version for t in tensors]
-    sample()
-    assert [t._version for t in tensors] == before
 
 
 # --- strides -------------------------------------------------------------------------------------

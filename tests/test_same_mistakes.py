@@ -56,6 +56,8 @@ MISTAKES: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
     "features of x": (RuntimeError, lambda layer: layer(torch.ones(5, N))),
     "no dimension": (RuntimeError, lambda layer: layer(torch.ones(()))),
     "flag": (RuntimeError, lambda layer: layer(first=FLAG)),
+    "flag of an integer": (RuntimeError, lambda layer: layer(first=torch.tensor(1))),
+    "flag on meta": (RuntimeError, lambda layer: layer(first=FLAG[0].to("meta"))),
     "flag without cache": (ValueError, lambda layer: layer(first=True, **FP8)),
     "empty cache": (RuntimeError, lambda layer: layer(first=False, cache_weights=True, **FP8)),
     "recipe": (ValueError, lambda layer: layer(recipe="fp8")),
@@ -138,6 +140,10 @@ RuntimeError: grouped_linear: x must have a last dimension of a positive multipl
 RuntimeError: grouped_mlp: x must have a last dimension of a positive multiple of 16, got shape []
 RuntimeError: GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 1-D bool on cpu
 RuntimeError: GroupedMLP: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 1-D bool on cpu
+RuntimeError: GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 0-D int64 on cpu
+RuntimeError: GroupedMLP: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 0-D int64 on cpu
+RuntimeError: GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 0-D bool on meta
+RuntimeError: GroupedMLP: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 0-D bool on meta
 ValueError: GroupedLinear: is_first_microbatch needs cache_weights=True under the recipe Float8BlockScaling
 ValueError: GroupedMLP: is_first_microbatch needs cache_weights=True under the recipe Float8BlockScaling
 RuntimeError: GroupedLinear: is_first_microbatch=False reads the weight cache, which holds no weight yet, or none since parameters were loaded, drawn or moved: call with True

@@ -615,18 +615,6 @@ def test_what_is_no_recipe(recipe: Any, call: str) -> None:
         model.set_experts_implementation("grouped_linear_no_recipe")
 
 
-def test_what_kernels_do_not_take_is_refused_as_a_whole() -> None:
-    """Of two weights the second one; nothing is quantized."""
-    model = tiny("mixtral", intermediate_size=72)
-    sentence = (
-        "convert: model.layers.0.mlp.experts: down_proj is [5, 32, 72], and kernels take "
-        "in_features and out_features that are positive multiples of 16"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        convert(model, weights="fp8")
-    assert all(p.dtype == FP32 for p in model.parameters())
-
-
 def test_recipes_with_a_memory_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^register: DelayedScaling has a state in each layer"):
         register("grouped_linear_delayed", DelayedScaling())

@@ -439,25 +439,6 @@ def test_cold_when_the_dtype_changes(recipe: Recipe | None) -> None:
 
 
 @EVERY_LAYER
-def test_mistakes(make: Make) -> None:
-    layer, (x, m_splits) = make(QUANTIZING["block"]), inputs()
-    uncached = make(QUANTIZING["block"], cache_weights=False)
-    assert sentence(lambda: uncached(x, m_splits, True)) == (
-        f"{name_of(layer)}: is_first_microbatch needs cache_weights=True under the recipe "
-        "Float8BlockScaling"
-    )
-    for flag, said in (
-        (torch.tensor([True]), "1-D bool on cpu"),
-        (torch.tensor(1), "0-D int64 on cpu"),
-        (torch.tensor(True, device="meta"), "0-D bool on meta"),
-    ):
-        assert sentence(lambda flag=flag: layer(x, m_splits, flag)) == (  # type: ignore[misc]
-            f"{name_of(layer)}: is_first_microbatch must be None, a bool or a 0-D bool tensor on "
-            f"cpu, got {said}"
-        )
-
-
-@EVERY_LAYER
 def test_without_a_recipe_there_is_nothing_to_keep(make: Make) -> None:
     layer, (x, m_splits) = make(None), inputs()
     assert not caches_of(layer)

@@ -10,11 +10,11 @@ from torch.utils._pytree import tree_leaves
 
 from grouped_linear import ops
 from grouped_linear.ops.gradients import WITHOUT_GRADIENT
-from support.compare import bits
+from support.compare import assert_all_same_bits, bits
 from support.errors import GROUPS_3
 from support.op_info import Sample
 from support.ops import OPS
-from support.samples import make
+from support.samples import make, specified
 from support.tensors import FP32
 
 DIFFERENTIABLE = {"grouped_mm"}
@@ -54,8 +54,12 @@ def test_an_op_without_a_gradient_refuses_one(op: str) -> None:
         after = [bits(t) for n in sample.written for t in tree_leaves(sample[n])]
         assert all(torch.equal(*both) for both in zip(before, after, strict=True))
     else:
-        outputs = [t for t in tree_leaves(call()) if isinstance(t, Tensor) and t.requires_grad]
+        results = [t for t in tree_leaves(call()) if isinstance(t, Tensor)]
+        outputs = [t for t in results if t.requires_grad]
         assert outputs
+        with torch.no_grad():
+            expected = [t for t in tree_leaves(call()) if isinstance(t, Tensor)]
+        assert_all_same_bits(specified(sample, results), specified(sample, expected))
         for t in outputs:  # together with what has a gradient, and alone
             with refused:
                 (t.float().sum() + leaf.float().sum()).backward()
