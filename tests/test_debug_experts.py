@@ -26,6 +26,7 @@ from grouped_linear import (
 from grouped_linear.debugging import fake_quantize
 from support import reference
 from support.compare import assert_same_bits
+from support.experts import GroupedExperts
 from support.recipes import RECIPES
 
 E, H, F = 4, 128, 144
@@ -40,17 +41,9 @@ def one_by_one(x: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor
     )
 
 
-class ThreeTensors(nn.Module):
-    """With torchtitan's names."""
-
+class ThreeTensors(GroupedExperts):
     def __init__(self) -> None:
-        super().__init__()
-        self.w1 = nn.Parameter(torch.randn(E, F, H) / H**0.5)
-        self.w2 = nn.Parameter(torch.randn(E, H, F) / F**0.5)
-        self.w3 = nn.Parameter(torch.randn(E, F, H) / H**0.5)
-
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        return one_by_one(x, num_tokens_per_expert, self.w1, self.w3, self.w2)
+        super().__init__(E, H, F)
 
 
 class TwoTensors(nn.Module):

@@ -51,6 +51,7 @@ from grouped_linear.recipes import Layouts, Operands, refresh_weight_
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
+from support.fresh import assert_fresh, rounded
 from support.ops import OPS
 from support.pairs import pairwise
 
@@ -462,23 +463,10 @@ def test_a_write_leaves_it_fresh(how: str, dtype: torch.dtype, recipe: Recipe, d
     pair.check()
 
 
-def rounded(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Tensor:
-    return (16 * t).round() / 16
-
-
 FORMATS = RECIPES | {
     "any_scale": Float8BlockScaling(power_of_two_scales=False),
     "own": Recipe(weight=Format(quantize=rounded)),
 }
-
-
-def assert_fresh(w: Any) -> None:
-    """Its quantized numbers are what quantizing its high-precision ones gives."""
-    made = GroupedTensorWithMaster.quantize(w.detach().clone().dequantize(), w.recipe)
-    for part, expected in zip(w.parts, made.parts, strict=True):
-        assert (part is None) == (expected is None)
-        if part is not None and expected is not None:
-            assert_same_bits(part, expected)
 
 
 def kept(weights: Any, recipe: Recipe, dtype: torch.dtype = FP32) -> GroupedLinear:
@@ -774,8 +762,7 @@ def test_an_assigned_tensor_is_copied(device: str) -> None:
     loaded["weight"].mul_(3)
     weight: Any = layer.weight
     assert_same_bits(weight.dequantize(), expected)
-    fresh = GroupedTensorWithMaster.quantize(expected, RECIPES["block"])
-    assert_all_same_bits(weight.parts, fresh.parts)
+    assert_fresh(weight)
 
 
 @DEVICES

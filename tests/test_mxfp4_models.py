@@ -30,6 +30,7 @@ from grouped_linear.integrations.experts import experts_of
 from support.compare import assert_same_bits, assert_same_tensors
 from support.devices import devices
 from support.errors import sentence
+from support.experts import GroupedExperts
 from support.hugging_face import FAMILIES, tiny
 from support.layers import through_pickle
 from support.tensors import BF16, FP32
@@ -42,26 +43,10 @@ NARROW = {"muse_spark": {"moe_hidden_size": H}}
 BITS = 4.25
 
 
-class GroupedExperts(nn.Module):
-    """As torchtitan's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = (nn.Parameter(torch.randn(E, F, H) / H**0.5) for _ in range(2))
-        self.w2 = nn.Parameter(torch.randn(E, H, F) / F**0.5)
-
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        rows = x.split(num_tokens_per_expert.int().tolist())
-        weights = zip(self.w1, self.w3, self.w2, rows, strict=True)
-        return torch.cat(
-            [(nn.functional.silu(r @ w1.T) * (r @ w3.T)) @ w2.T for w1, w3, w2, r in weights]
-        )
-
-
 class Titan(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.experts = nn.Linear(H, H), GroupedExperts()
+        self.enter, self.experts = nn.Linear(H, H), GroupedExperts(E, H, F)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = torch.randn(ROWS, H, generator=torch.Generator().manual_seed(0))
@@ -345,7 +330,7 @@ def test_refused(kind: str) -> None:
     assert said == f"convert: {expected}"
     assert [(n, id(p), type(p)) for n, p in model.named_parameters()] == before
     assert list(map(type, model.modules())) == classes
-    titan = GroupedExperts()
+    titan = GroupedExperts(E, H, F)
     titan.w2 = nn.Parameter(torch.randn(E, H, 48))
     titan.w1, titan.w3 = (nn.Parameter(torch.randn(E, 48, H)) for _ in range(2))
     assert sentence(lambda: convert(titan, weights="mxfp4")) == (

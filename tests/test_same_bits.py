@@ -37,6 +37,7 @@ from grouped_linear import (
 from support.compare import assert_same_bits, bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
+from support.experts import GroupedExperts
 from support.ops import OPS
 from support.tensors import BF16, DTYPES
 from support.versions import skipping_for_old_transformers
@@ -273,20 +274,6 @@ def test_generate_and_a_training_step(family: str, kept: Any, device: str) -> No
     assert_same_bits(y.detach(), expected)
 
 
-class Experts(nn.Module):
-    """Experts in one module, as torchtitan has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in (("w1", (2, 32, 16)), ("w2", (2, 16, 32)), ("w3", (2, 32, 16))):
-            self.register_parameter(name, nn.Parameter(torch.randn(shape) / 4))
-
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        parts = x.split(num_tokens_per_expert.tolist())
-        ws = zip(parts, self.w1, self.w2, self.w3, strict=True)
-        return torch.cat([(nn.functional.silu(r @ a.T) * (r @ c.T)) @ b.T for r, a, b, c in ws])
-
-
 class BaseTunerLayer(nn.ModuleDict):
     """The name of PEFT's base of layers with adapters."""
 
@@ -321,10 +308,13 @@ def test_what_is_refused() -> None:
     # PEFT wraps a layer: its adapters are no parameters of it.
     wrapped = BaseTunerLayer({"base_layer": GroupedMLP(2, 16, 16, recipe=Float8BlockScaling())})
     assert sentence(lambda: check_batch_invariant(wrapped)).endswith("the number of rows")
-    for model in (model_of("mixtral", "cpu"), nn.Sequential(Experts())):
+    for model in (model_of("mixtral", "cpu"), nn.Sequential(GroupedExperts(2, 16, 32))):
         convert(model, Float8CurrentScaling())
         assert "Float8CurrentScaling()" in sentence(lambda m=model: check_batch_invariant(m))
-    for model in (model_of("mixtral", "cpu"), nn.Sequential(Experts())):  # by its name alone
+    for model in (
+        model_of("mixtral", "cpu"),
+        nn.Sequential(GroupedExperts(2, 16, 32)),
+    ):  # by its name alone
         convert(model, Float8BlockScaling(), recipes={"*": Float8CurrentScaling()})
         assert "Float8CurrentScaling()" in sentence(lambda m=model: check_batch_invariant(m))
 

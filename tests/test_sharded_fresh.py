@@ -25,7 +25,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
-from transformers import GptOssConfig, GptOssForCausalLM
 
 from grouped_linear import (
     Float8BlockScaling,
@@ -41,15 +40,13 @@ from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import needs_two_gpus
 from support.errors import sentence
+from support.fresh import assert_fresh, rounded
+from support.hugging_face import tiny
 from support.processes import PROCESSES, Checks, Passes, device
 
 E, T, H, F = 4, 40, 32, 144
 BF16, FP32 = torch.bfloat16, torch.float32
 COUNTS = torch.tensor([15, 0, 20, 5])
-
-
-def rounded(t: Tensor, offs: Tensor | None, layouts: Any) -> Tensor:
-    return (16 * t).round() / 16
 
 
 RECIPES = {
@@ -90,15 +87,6 @@ def shard(model: nn.Module, reshard: bool = True, **options: Any) -> None:
     mesh = init_device_mesh(device().type, (PROCESSES,))
     for module in (*model.layers, model):  # type: ignore[misc]
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, **options)
-
-
-def assert_fresh(p: Any) -> None:
-    w = p.to_local() if hasattr(p, "to_local") else p
-    assert isinstance(w, GroupedTensorWithMaster)
-    made = GroupedTensorWithMaster.quantize(w.dequantize(), w.recipe)
-    for part, expected in zip(w.parts, made.parts, strict=True):
-        if part is not None and expected is not None:
-            assert_same_bits(part, expected)
 
 
 def check_training(name: str, rank: int, directory: Path) -> None:
@@ -415,13 +403,9 @@ def test_an_assigned_shard_stays_in_both_precisions(one_process: Any, dtype: tor
 
 def test_gradients_of_transposed_weights(one_process: Any) -> None:
     """GPT-OSS stores [E, K, N]: a parameter that FSDP2 gathered in FP8 has its gradient, too."""
-    config = GptOssConfig(
-        num_hidden_layers=1, hidden_size=64, intermediate_size=64, num_local_experts=4,
-        num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
-        vocab_size=64,
-    )  # fmt: skip
     torch.manual_seed(0)
-    whole = GptOssForCausalLM(config)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4}
+    whole = tiny("gpt_oss", **sizes)
     sharded = copy.deepcopy(whole)
     tokens = torch.randint(64, (2, 16))
     for model in (whole, sharded):

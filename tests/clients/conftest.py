@@ -44,20 +44,12 @@ def tiny() -> type[TinyModel]:
 
 
 def mixtral() -> Any:
-    transformers = importlib.import_module("transformers")
+    hugging_face = importlib.import_module("support.hugging_face")
     integration = importlib.import_module("grouped_linear.integrations.transformers")
     integration.register("grouped_linear_fp8", Float8BlockScaling())
     torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
-    model = transformers.MixtralForCausalLM(config)
+    sizes = {"intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+    model = hugging_face.tiny("mixtral", **sizes, num_local_experts=4)
     model.set_experts_implementation("grouped_linear_fp8")
     return model
 

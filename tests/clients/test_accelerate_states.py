@@ -13,27 +13,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from grouped_linear import Float8BlockScaling, convert
 from support.compare import assert_same_tensors, bits
 from support.devices import HAS_GPU
+from support.hugging_face import tiny
 from support.processes import PROCESSES, Checks, Passes
 
 accelerate = pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, DistributedType  # noqa: E402
-from transformers import MixtralConfig, MixtralForCausalLM  # noqa: E402
 
 IDS = torch.arange(24).reshape(2, 12)
 
 
 def mixtral() -> Any:
     torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
-    model = MixtralForCausalLM(config)
+    model = tiny("mixtral", num_hidden_layers=2, num_local_experts=4)
     convert(model, Float8BlockScaling(), weights="fp8")
     return model
 

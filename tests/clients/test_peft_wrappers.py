@@ -1,9 +1,9 @@
 """The modules inside of PEFT's wrappers, by their names in the plain model."""
 
 import pytest
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from grouped_linear.integrations.wrappers import named_unwrapped
+from support.hugging_face import tiny
 
 peft = pytest.importorskip("peft")
 
@@ -20,15 +20,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     ids=["experts", "modules_to_save", "router"],
 )
 def test_pefts_wrappers(options: dict[str, list[str]]) -> None:
-    config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    model = MixtralForCausalLM(config)
+    model = tiny("mixtral")
     before = {name: type(module) for name, module in model.named_modules()}
     adapted = peft.get_peft_model(model, peft.LoraConfig(**options))
     for name, module in named_unwrapped(adapted):
