@@ -221,7 +221,7 @@ class LoraModel(peft.LoraModel):
     """PEFT's model of adapters, which refuses what adapters on grouped experts cannot do."""
 
     def _check_merge_allowed(self) -> None:
-        """Raise before a layer is written for weights that cannot be; PEFT asks this."""
+        """Raise before a layer is written for linear layers in FP8, too; PEFT asks this."""
         for name, layer in self.model.named_modules():
             if isinstance(layer, lora.LoraLayer):
                 check_merge(f"merge: {name}", layer)
@@ -258,7 +258,8 @@ class LoraModel(peft.LoraModel):
 class ParamWrapper(lora.ParamWrapper):
     """PEFT's wrapper of an experts' parameter, whose factors the experts compute with.
 
-    It has the name of PEFT's class, by which PEFT knows it.
+    It has the name of PEFT's class, by which PEFT knows it. Its ``merge`` and ``unmerge`` raise
+    ValueError for weights in few bits and for sharded ones, see ``peft_merge``.
     """
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
@@ -328,14 +329,3 @@ class ParamWrapper(lora.ParamWrapper):
         a = torch.cat([adapter.a for adapter in active], dim=1)
         b = torch.cat([adapter.b * adapter.scaling for adapter in active], dim=2)
         return LoraWeights(a, b, dropout=dropouts.pop())
-
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add adapters to the weight, as PEFT does. A weight in FP8 raises ValueError."""
-        check_merge(f"merge: {self.parameter_name}", self)
-        super().merge(safe_merge, adapter_names)
-
-    def unmerge(self) -> None:
-        """Subtract merged adapters from the weight. A weight in FP8 raises ValueError."""
-        if self.merged:
-            check_merge(f"unmerge: {self.parameter_name}", self)
-        super().unmerge()

@@ -50,9 +50,10 @@ def _after_check(method: Callable[..., Any]) -> Callable[..., Any]:
         for name, layer in self.named_modules():
             if not isinstance(layer, lora.ParamWrapper) or (op == "unmerge" and not layer.merged):
                 continue
-            base = layer.get_base_layer()
+            base, is_grouped = layer.get_base_layer(), type(layer) is not lora.ParamWrapper
             frozen = base._frozen if isinstance(base, KeepsFrozen) else {}
-            if layer.parameter_name in frozen or type(base).__name__ == "FP8Experts":
+            in_few_bits = layer.parameter_name in frozen or type(base).__name__ == "FP8Experts"
+            if is_grouped or in_few_bits:
                 check_merge(f"{op}: {name or layer.parameter_name}", layer)
         return method(self, *args, **kwargs)
 
