@@ -204,7 +204,7 @@ def test_mistakes() -> None:
         f"{op}: x must be [R, H], got shape [2, 75, 144]": (
             lambda: mlp.forward_sorted(x.view(2, 75, H), m_splits)
         ),
-        f"{op}: E differs: m_splits has 4, gate_up_proj 5": (
+        f"{op}: E differs: m_splits, the rows of each expert, has 4, gate_up_proj 5": (
             lambda: mlp.forward_sorted(x, m_splits[1:])
         ),
         f"{op}: m_splits must be a tensor or a list, the rows of each group, got 7": (

@@ -182,7 +182,7 @@ def test_of_one_layer() -> None:
         """\
 TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got 10
 TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got None
-RuntimeError: grouped_linear: E differs: m_splits has 3, weight 2
+RuntimeError: grouped_linear: E differs: m_splits, the rows of each expert, has 3, weight 2
 TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got '3052'
 TypeError: grouped_linear: m_splits must hold integers, the rows of each group, got [2, '3']
 RuntimeError: grouped_linear: m_splits must be [E] int32 or int64, got [2] float32

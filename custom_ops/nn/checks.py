@@ -233,7 +233,9 @@ def check_splits(op: str, m_splits: Any, x: Tensor, name: str, E: int) -> None:
         # Dynamo of torch 2.11 takes no message with variables.
         torch._check(sizes[0] == E, lambda: "grouped_linear: m_splits and weight differ in E")
     elif len(sizes) == 1 and sizes[0] != E:
-        raise RuntimeError(f"{op}: E differs: m_splits has {sizes[0]}, {name} {E}")
+        raise RuntimeError(
+            f"{op}: E differs: m_splits, the rows of each expert, has {sizes[0]}, {name} {E}"
+        )
 
 
 def splits_on(op: str, m_splits: Tensor | Sequence[int], device: torch.device) -> Tensor:
