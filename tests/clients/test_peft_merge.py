@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from grouped_linear import Float8BlockScaling, GroupedMLP, convert
 from support.commands import run
@@ -178,3 +181,16 @@ def test_a_checkpoint_in_fp8_stays(weights: Any, tmp_path: Path) -> None:
     model.set_adapter("linear")
     with pytest.raises(ValueError, match=r"^merge: \S+q_proj is in FP8"):
         model.merge_adapter()
+
+
+def test_sharded_weights_stay() -> None:
+    model = grouped(model_of(), config_of())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        experts = model.base_model.model.model.layers[0].mlp.experts
+        for merge in (model.merge_adapter, experts.merge):
+            with pytest.raises(ValueError, match=r"^merge: \S+ is sharded: save the adapter"):
+                merge()
+    finally:
+        dist.destroy_process_group()
