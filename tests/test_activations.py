@@ -149,7 +149,7 @@ def test_numbers(kind: str, dtype: torch.dtype, tolerance: float, bias: bool, de
 
 
 @DEVICES
-@EVERY_OTHER
+@EVERY_KIND
 @RECIPES
 def test_recipes_are_near_float64(kind: str, recipe: Recipe | None, device: str) -> None:
     """A product of e4m3 operands is off by 4% of its norm: see test_layer.py."""

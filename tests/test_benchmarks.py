@@ -4,10 +4,8 @@ import math
 import time
 from pathlib import Path
 
-import matplotlib as mpl
 import pytest
 import torch
-from matplotlib import pyplot as plt
 from torch import Tensor
 
 from benchmarks import (
@@ -166,21 +164,6 @@ def test_front_page_draws_what_is_recorded(tmp_path: Path) -> None:
     assert {layer for _, layer in rows} >= set(front_page.LAYERS)
     front_page.plot(rows, "a title", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
-
-
-def test_numbers_of_bars_do_not_collide() -> None:
-    """They get smaller until they fit, and no smaller."""
-    mpl.use("Agg")
-    figure, axes = plt.subplots(figsize=(2.8, 3), layout="constrained")
-    groups, series = ["qwen3_30b", "mixtral"], list(plots.SERIES)[:5]
-    plots.grouped_bars(axes, groups, {name: dict.fromkeys(groups, 1.52) for name in series})
-    assert plots.collide(figure)
-    plots.fit_numbers(figure)
-    assert not plots.collide(figure)
-    figure.set_size_inches(12, 3)
-    plots.fit_numbers(figure)
-    assert axes.texts[0].get_fontsize() == 7
-    plt.close(figure)
 
 
 MMA_LIMIT = """\

@@ -311,14 +311,6 @@ def test_what_stays() -> None:
     assert type(grouped[1].experts).__name__ == "GroupedGroupedExperts"
 
 
-def dropping(x: Tensor) -> Tensor:
-    return nn.functional.dropout(silu(x), 0.1, training=True)
-
-
-def clamped(x: Tensor) -> Tensor:
-    return silu(x).clamp(max=7.0)
-
-
 MISTAKES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "nothing": (
         lambda: nn.Sequential(nn.Linear(H, H)),
@@ -366,11 +358,10 @@ def test_a_forward_that_would_hide_the_new_one() -> None:
     assert_same_bits(model(x), expected)
 
 
-@pytest.mark.parametrize("act", [gelu, torch.relu, clamped, dropping])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_what_is_not_swiglu_is_refused(act: Callable[..., Tensor], device: str) -> None:
+def test_what_is_not_swiglu_is_refused(device: str) -> None:
     """test_from_modules.py has more."""
-    model = nn.Sequential(Sorted(GroupedExperts(act))).to(device).eval()
+    model = nn.Sequential(Sorted(GroupedExperts(gelu))).to(device).eval()
     refusal = r"^convert: 0.experts: experts do not compute down\(silu\(gate\(x\)\) \* up\(x\)\): "
     with pytest.raises(ValueError, match=refusal):
         convert(model)

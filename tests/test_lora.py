@@ -671,112 +671,82 @@ def test_one_projection() -> None:
     assert mlp.down_proj_lora_b.grad is not None
 
 
-def with_adapter(a: Tensor, **options: Any) -> Tensor:
-    """A call with an adapter whose B fits."""
-    lora = LoraWeights(a, torch.ones(2, 16, 4), **options)
-    return grouped_linear(torch.ones(2, 16), torch.ones(2, 16, 16), [1, 1], lora=lora)
+def with_adapter(a: Any, b: Tensor | None = None, N: int = 16, **options: Any) -> Tensor:
+    """A call with an adapter, whose B fits if none is given."""
+    lora = LoraWeights(a, torch.ones(2, N, 4) if b is None else b, **options)
+    return grouped_linear(torch.ones(2, 16), torch.ones(2, N, 16), [1, 1], lora=lora)
 
 
-MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "rank": (
-        lambda: Lora(0),
+def mlp_with_adapter(a: Tensor, b: Tensor) -> Tensor:
+    routed = torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32)
+    weights = torch.ones(2, 64, 16), torch.ones(2, 16, 32)
+    return grouped_mlp(torch.ones(2, 16), *routed, *weights, down_lora=LoraWeights(a, b))
+
+
+FITTING: Any = torch.ones(2, 4, 16)
+WRONG: Any = (1, 2)
+MISTAKES: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
+    "Lora: rank must be an integer from 1 to 256, got 0": (ValueError, lambda: Lora(0)),
+    "Lora: alpha must be None or a finite number, got nan": (
         ValueError,
-        "Lora: rank must be an integer from 1 to 256, got 0",
-    ),
-    "alpha": (
         lambda: Lora(4, float("nan")),
-        ValueError,
-        "Lora: alpha must be None or a finite number, got nan",
     ),
-    "dropout": (
+    "Lora: dropout must be at least 0 and less than 1, got 1": (
+        ValueError,
         lambda: Lora(4, dropout=1),
-        ValueError,
-        "Lora: dropout must be at least 0 and less than 1, got 1",
     ),
-    "dtype": (
+    "Lora: dtype must be None, bfloat16, float16 or float32, got torch.float64": (
+        ValueError,
         lambda: Lora(4, dtype=torch.float64),
-        ValueError,
-        "Lora: dtype must be None, bfloat16, float16 or float32, got torch.float64",
     ),
-    "layer": (
-        lambda: GroupedLinear(2, 16, 16, lora=8),  # type: ignore[arg-type]
+    "GroupedLinear: lora must be None or a grouped_linear.Lora, got (1, 2)": (
         ValueError,
-        "GroupedLinear: lora must be None or a grouped_linear.Lora, got 8",
+        lambda: GroupedLinear(2, 16, 16, lora=WRONG),
     ),
-    "projection": (
+    "GroupedMLP: lora may have adapters for gate_up_proj and down_proj, got 'up_proj'": (
+        ValueError,
         lambda: GroupedMLP(2, 16, 16, lora={"up_proj": Lora(4)}),
-        ValueError,
-        "GroupedMLP: lora may have adapters for gate_up_proj and down_proj, got 'up_proj'",
     ),
-    "tuple": (
-        lambda: grouped_linear(
-            torch.ones(2, 16), torch.ones(2, 16, 16), [1, 1], lora=(1, 2)  # type: ignore[arg-type]
-        ),
+    "grouped_linear: lora must be None or a LoraWeights, got tuple": (
         TypeError,
-        "grouped_linear: lora must be None or a LoraWeights, got tuple",
+        lambda: grouped_linear(FITTING[:, 0], FITTING, [1, 1], lora=WRONG),
     ),
-    "shape": (
-        lambda: grouped_linear(
-            torch.ones(2, 16),
-            torch.ones(2, 32, 16),
-            [1, 1],
-            lora=LoraWeights(torch.ones(2, 4, 16), torch.ones(2, 16, 4)),
-        ),
+    "grouped_linear: lora must be a [2, r, 16] and b [2, 32, r] with r from 1 to 256, as weight is "
+    "[2, 32, 16], got [2, 4, 16] and [2, 16, 4]": (
         RuntimeError,
-        "grouped_linear: lora must be a [2, r, 16] and b [2, 32, r] with r from 1 to 256, as "
-        "weight is [2, 32, 16], got [2, 4, 16] and [2, 16, 4]",
+        lambda: with_adapter(FITTING, torch.ones(2, 16, 4), N=32),
     ),
-    "no_tensor": (
-        lambda: with_adapter(None),  # type: ignore[arg-type]
+    "grouped_linear: lora.a must be a tensor, got NoneType": (
         TypeError,
-        "grouped_linear: lora.a must be a tensor, got NoneType",
+        lambda: with_adapter(None),
     ),
-    "meta": (
-        lambda: with_adapter(torch.ones(2, 4, 16, device="meta")),
+    "grouped_linear: lora.a is on meta, x is on cpu": (
         RuntimeError,
-        "grouped_linear: lora.a is on meta, x is on cpu",
+        lambda: with_adapter(FITTING.to("meta")),
     ),
-    "scaling": (
-        lambda: with_adapter(torch.ones(2, 4, 16), scaling=None),
+    "grouped_linear: lora.scaling must be a finite number, got None": (
         ValueError,
-        "grouped_linear: lora.scaling must be a finite number, got None",
+        lambda: with_adapter(FITTING, scaling=None),
     ),
-    "nan": (
-        lambda: with_adapter(torch.ones(2, 4, 16), scaling=float("nan")),
+    "grouped_linear: lora.scaling must be a finite number, got nan": (
         ValueError,
-        "grouped_linear: lora.scaling must be a finite number, got nan",
+        lambda: with_adapter(FITTING, scaling=float("nan")),
     ),
-    "dropout_of_call": (
-        lambda: with_adapter(torch.ones(2, 4, 16), dropout="0.1"),
+    "grouped_linear: lora.dropout must be at least 0 and less than 1, got '0.1'": (
         ValueError,
-        "grouped_linear: lora.dropout must be at least 0 and less than 1, got '0.1'",
+        lambda: with_adapter(FITTING, dropout="0.1"),
     ),
-    "down": (
-        lambda: grouped_mlp(
-            torch.ones(2, 16), torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32),
-            torch.ones(2, 64, 16), torch.ones(2, 16, 32),
-            down_lora=LoraWeights(torch.ones(2, 4, 16), torch.ones(2, 64, 4)),
-        ),
+    "grouped_mlp: down_lora must be a [2, r, 32] and b [2, 16, r] with r from 1 to 256, as "
+    "down_proj is [2, 16, 32], got [2, 4, 16] and [2, 64, 4]": (
         RuntimeError,
-        "grouped_mlp: down_lora must be a [2, r, 32] and b [2, 16, r] with r from 1 to 256, as "
-        "down_proj is [2, 16, 32], got [2, 4, 16] and [2, 64, 4]",
+        lambda: mlp_with_adapter(FITTING, torch.ones(2, 64, 4)),
     ),
-    "double": (
-        lambda: grouped_linear(
-            torch.ones(2, 16),
-            torch.ones(2, 16, 16),
-            [1, 1],
-            lora=LoraWeights(torch.ones(2, 4, 16).double(), torch.ones(2, 16, 4)),
-        ),
-        RuntimeError,
-        "grouped_linear: lora.a must be bfloat16, float16 or float32, got float64: cast it, or the "
-        "layer, as layer.float() does",
-    ),
-}  # fmt: skip
+    "grouped_linear: lora.a must be bfloat16, float16 or float32, got float64: cast it, or the "
+    "layer, as layer.float() does": (RuntimeError, lambda: with_adapter(FITTING.double())),
+}
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(mistake: str) -> None:
+def test_mistakes() -> None:
     """One sentence says what is wrong."""
-    call, error, expected = MISTAKES[mistake]
-    assert sentence(call, (error,)) == expected
+    for expected, (kind, call) in MISTAKES.items():
+        assert sentence(call, (kind,)) == expected

@@ -161,17 +161,6 @@ def test_every_kind(kind: str, device: str) -> None:
         near(actual, run(truth(experts, kind), exact), 1e-5)
 
 
-@DEVICES
-@RECIPES
-def test_recipes_are_near_float64(recipe: Recipe | None, device: str) -> None:
-    """A product of e4m3 operands is off by 4% of its norm, 7% with e5m2: see test_layer.py."""
-    experts = ROUTINGS["random"]
-    leaves, states = leaves_of(experts, device, BF16), states_of(recipe, device)
-    actual = run(ours(experts.to(device), recipe, states), leaves)
-    exact = [t.detach().cpu().double().requires_grad_() for t in leaves]
-    near(actual, run(truth(experts), exact), 0.15)
-
-
 ROUTINGS_AND_KINDS = {
     f"{routing}-{kind}": (routing, kind)
     for routing, kind in (

@@ -59,6 +59,26 @@ def test_wide_products(groups: Groups, device: str) -> None:
 LARGE = Groups((130, 0, 257, 1, 300), 700, K=272, N=2064)
 
 
+def assert_groups_alone_have_these_bits(sample: Sample, device: str) -> None:
+    (y,) = sample.results(device)
+    for e, (end, count) in enumerate(zip(LARGE.offs().tolist(), LARGE.m_splits, strict=True)):
+        group = slice(end - count, end)
+        parts = {"offs": torch.tensor([count]).int()}
+        for name in ("b", "bias", "b_low", "scale_b"):
+            if name in sample.arguments:
+                parts[name] = sample[name][e : e + 1]
+        for name in ("a", "a_low"):
+            if name in sample.arguments:
+                parts[name] = sample[name][group]
+        scale_a = sample.arguments.get("scale_a")
+        if scale_a is not None and scale_a.dim() == 1:  # of groups
+            parts["scale_a"] = scale_a[e : e + 1]
+        elif scale_a is not None:
+            parts["scale_a"] = F.pad(scale_a[:, group], (0, -count % 4))
+        (alone,) = sample.but(**parts).results(device)
+        assert_same_bits(alone, y[group])
+
+
 @pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
 @pytest.mark.parametrize(
     ("op", "layout", "dtype"),
@@ -73,16 +93,7 @@ def test_tiles_of_either_width(op: str, layout: str, dtype: torch.dtype, device:
     if layout == "transposed":
         sample = sample.but(b=lay_out(sample["b"], layout))
     check(sample, device)
-    (y,) = sample.results(device)
-    for e, (end, count) in enumerate(zip(LARGE.offs().tolist(), LARGE.m_splits, strict=True)):
-        here = slice(end - count, end)
-        parts = {"a": sample["a"][here], "offs": torch.tensor([count]).int()}
-        parts |= {n: sample[n][e : e + 1] for n in ("b", "bias")}
-        if op == "grouped_scaled_mm":
-            parts["scale_a"] = F.pad(sample["scale_a"][:, here], (0, -count % 4))
-            parts["scale_b"] = sample["scale_b"][e : e + 1]
-        (alone,) = sample.but(**parts).results(device)
-        assert_same_bits(alone, y[here])
+    assert_groups_alone_have_these_bits(sample, device)
 
 
 # Low-rank factors: an output, or a side of wgrad, of at most half of a wide tile. Groups of one row
@@ -264,21 +275,8 @@ def test_low_rank_in_tiles_of_either_width(
         if transposed_b:
             sample = sample.but(b=lay_out(sample["b"], "transposed"))
         check(sample, device)
-        if op == "grouped_mm" and device == "cpu":
-            continue  # torch multiplies
-        (y,) = sample.results(device)
-        for e, (end, count) in enumerate(zip(LARGE.offs().tolist(), LARGE.m_splits, strict=True)):
-            here = slice(end - count, end)
-            parts = {"a": sample["a"][here], "offs": torch.tensor([count]).int()}
-            parts |= {n: sample[n][e : e + 1] for n in ("b", "bias", "b_low")}
-            parts["a_low"] = sample["a_low"][here]
-            if "per_group" in options:
-                parts |= {n: sample[n][e : e + 1] for n in ("scale_a", "scale_b")}
-            elif op == "grouped_scaled_mm":
-                parts["scale_a"] = F.pad(sample["scale_a"][:, here], (0, -count % 4))
-                parts["scale_b"] = sample["scale_b"][e : e + 1]
-            (alone,) = sample.but(**parts).results(device)
-            assert_same_bits(alone, y[here])
+        if op != "grouped_mm" or device != "cpu":  # torch multiplies
+            assert_groups_alone_have_these_bits(sample, device)
 
 
 def numbers_without_rounding(op: str, options: dict[str, Any], dtype: torch.dtype) -> Sample:

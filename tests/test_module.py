@@ -1,7 +1,5 @@
 """GroupedLinear as a module: parameters, their birth and their travels."""
 
-import copy
-import io
 import math
 from typing import Any
 
@@ -12,7 +10,6 @@ from torch import Tensor, nn
 from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedMLP, Recipe
 from support.compare import assert_same_bits
 from support.errors import sentence
-from support.layers import through_pickle, through_torch_save
 from support.recipes import RECIPES as EVERY_RECIPE
 from support.tensors import BF16, FP16, FP32
 
@@ -26,16 +23,6 @@ def call(layer: nn.Module) -> Tensor:
 
 def make_layer(**options: Any) -> GroupedLinear:
     return GroupedLinear(3, 16, 32, **options)
-
-
-def test_parameters() -> None:
-    layer = make_layer()
-    assert {n: tuple(p.shape) for n, p in layer.named_parameters()} == {
-        "weight": (3, 32, 16),
-        "bias": (3, 32),
-    }
-    assert [n for n, _ in make_layer(bias=False).named_parameters()] == ["weight"]
-    assert not list(layer.buffers())
 
 
 def test_initialisation_is_that_of_linear() -> None:
@@ -89,34 +76,6 @@ def test_meta_device(recipe: Recipe | None) -> None:
     layer.reset_parameters()
     assert_same_bits(call(layer), call(expected))
     assert all(p.requires_grad for p in layer.parameters())
-
-
-@RECIPES
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch_save])
-def test_copies(copied: Any, recipe: Recipe | None) -> None:
-    layer = make_layer(recipe=recipe, dtype=BF16)
-    twin = copied(layer)
-    assert repr(twin) == repr(layer)
-    assert_same_bits(call(twin), call(layer))
-    with torch.no_grad():
-        twin.weight.zero_()
-    assert layer.weight.any()
-
-
-@RECIPES
-def test_state_dict(recipe: Recipe | None) -> None:
-    layer, other = make_layer(recipe=recipe), make_layer(recipe=recipe)
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    kept = ["scale", "amax", "amax_history"] if layer.weight_state else []
-    names = [f"weight_state.{of}.{name}" for of in ("x", "weight", "dy") for name in kept]
-    assert [*state] == ["weight", "bias", *names]
-    other.load_state_dict(state, strict=True)
-    assert_same_bits(call(other), call(layer))
-    with pytest.raises(RuntimeError, match=r"Missing key.*bias"):
-        other.load_state_dict({"weight": state["weight"]}, strict=True)
 
 
 def test_module_moves_dtype() -> None:
