@@ -43,6 +43,7 @@ from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
 from support.compare import assert_all_same_bits, assert_same_bits, bits
 from support.devices import needs_two_gpus
 from support.documents import ROOT, examples
+from support.layers import with_numbers_in_adapters
 from support.processes import PROCESSES, Checks, Passes, device
 from support.tensors import BF16
 
@@ -286,9 +287,7 @@ def check_micro_batches(rank: int, directory: Path) -> None:
 def check_quantized_weight(rank: int, directory: Path) -> None:
     """The bytes of frozen experts go with them; an adapter's gradients are those of one process."""
     whole = make(**BLOCK, dtype=BF16, weights="fp8", lora=Lora(8))
-    with torch.no_grad():
-        for b in (whole.gate_up_proj_lora_b, whole.down_proj_lora_b):
-            b.normal_()
+    with_numbers_in_adapters(whole)
     parallel, data = spread(whole), tokens(dtype=BF16)
     for mlp, part in ((whole, slice(None)), (parallel, own(rank))):
         x, logits, dy = (t[part] for t in data)
@@ -321,9 +320,7 @@ def check_adapters(rank: int, directory: Path) -> None:
     """Adapters lie with their experts, and have one process's gradients."""
     data, whole = tokens(), make(lora=Lora(8, 16), **BLOCK)
     whole.requires_grad_(True)
-    with torch.no_grad():
-        for b in (whole.gate_up_proj_lora_b, whole.down_proj_lora_b):
-            b.normal_()
+    with_numbers_in_adapters(whole)
     parallel = spread(whole, **WAYS["all_to_all"])
     compare(step(parallel, *(t[own(rank)] for t in data)), step(whole, *data), rank)
     for mlp in (whole, parallel):

@@ -31,6 +31,7 @@ from support.layers import linear_of
 from support.ops import OPS
 from support.pairs import in_turn, pairwise
 from support.recipes import MORE_RECIPES, RECIPES, state_for
+from support.saved import saved_tensors
 from support.tensors import BF16, FP16, FP32
 
 T, E, K, N = 40, 3, 32, 48
@@ -578,9 +579,7 @@ def test_saved_input(recipe: Recipe | None) -> None:
         )
         return
     layer, (x, m_splits) = make_layer(recipe, save_original_input=True), inputs()
-    saved = []
-    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
-    with keep, Calls() as forward:
+    with saved_tensors() as saved, Calls() as forward:
         y = layer(x, m_splits)
     assert any(t.data_ptr() == x.data_ptr() for t in saved)
     columns = [op for op in forward.counts.elements() if "group_" in op and "columnwise" in op]

@@ -28,6 +28,7 @@ from support.compare import assert_all_same_bits
 from support.devices import devices
 from support.layers import linear_of
 from support.pairs import pairwise
+from support.saved import saved_tensors
 
 T, C, E, H, F = 96, 2, 4, 64, 80
 RECIPES: dict[str, Recipe | None] = {
@@ -61,16 +62,10 @@ def bytes_of(tensors: list[Tensor]) -> int:
 
 def saved_by(call: Any, *given: Tensor) -> list[Tensor]:
     """What a call saves for its backward besides the memory of what it is given."""
-    known, saved = {t.untyped_storage().data_ptr() for t in given}, []
-
-    def keep(t: Tensor) -> Tensor:
-        if t.numel() > 0 and t.untyped_storage().data_ptr() not in known:
-            saved.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    known = {t.untyped_storage().data_ptr() for t in given}
+    with saved_tensors() as saved:
         call()
-    return saved
+    return [t for t in saved if t.numel() > 0 and t.untyped_storage().data_ptr() not in known]
 
 
 @pytest.mark.parametrize("device", devices("swiglu_grad", "group_quantize_swiglu_grad"))

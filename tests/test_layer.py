@@ -31,6 +31,7 @@ from support.groups import GROUPS, Groups
 from support.layers import linear_of
 from support.ops import OPS
 from support.recipes import MORE_RECIPES, scheme_of, state_for
+from support.saved import saved_tensors
 from support.tensors import BF16, DTYPES, FP16, FP32, rows, weight
 from support.tolerances import rounded, tolerance
 
@@ -434,13 +435,8 @@ def test_inference_quantizes_rowwise_only(mode: Any) -> None:
 @RECIPES
 def test_inference_equals_training_and_saves_nothing(recipe: Recipe | None) -> None:
     layer = GroupedLinear(2, 16, 32, recipe=recipe)
-    x, saved = torch.randn(7, 16), []
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    x = torch.randn(7, 16)
+    with saved_tensors() as saved:
         training = layer(x, [3, 4])
         assert saved
         saved.clear()
@@ -455,18 +451,18 @@ def test_inference_equals_training_and_saves_nothing(recipe: Recipe | None) -> N
 def test_saved_tensors_are_few(recipe: Recipe | None) -> None:
     """In FP8 the input is kept as columns only, each group padded to 128 rows."""
     groups = Groups((128, 128), 256, K=256, N=16)
-    sizes = []
     layer = GroupedLinear(2, 256, 16, bias=False, recipe=recipe)
     x = rows(groups, 256, FP32).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes), lambda t: t):
+    with saved_tensors() as saved:
         layer(x, groups.m_splits)
+    largest = max(t.nbytes for t in saved)
     high, low = x.nbytes, x.numel()
     if recipe is None:
-        assert max(sizes) == high
+        assert largest == high
     elif isinstance(recipe, MXFP8BlockScaling) or recipe is MORE_RECIPES["block_bf16_wgrad"]:
-        assert max(sizes) == 2 * low  # as bfloat16
+        assert largest == 2 * low  # as bfloat16
     else:
-        assert max(sizes) <= low * (256 + 127 * 2) / 256
+        assert largest <= low * (256 + 127 * 2) / 256
 
 
 # --- autocast ------------------------------------------------------------------------------------

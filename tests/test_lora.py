@@ -38,9 +38,11 @@ from support import reference
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
+from support.layers import with_numbers_in_adapters
 from support.mlp import E, F, H, near, run
 from support.ops import OPS
 from support.recipes import MORE_RECIPES, RECIPES, scheme_of
+from support.saved import saved_tensors
 from support.tensors import BF16, DTYPES, FP16, FP32
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
@@ -279,8 +281,7 @@ def test_linear_layer(drop: float, recipe: Recipe | None, device: str) -> None:
     K, N, splits = 144, 80, SPLITS
     torch.manual_seed(0)
     layer = GroupedLinear(E, K, N, recipe=recipe, lora=Lora(20, 10, dropout=drop), device=device)
-    with torch.no_grad():
-        layer.weight_lora_b.normal_()
+    with_numbers_in_adapters(layer)
     base = GroupedLinear(E, K, N, recipe=recipe, device=device)
     base.load_state_dict(layer.state_dict(), strict=False)
     x = torch.randn(sum(splits) + 9, K, device=device, requires_grad=True)
@@ -320,10 +321,7 @@ def test_dropout_of_expert_layer(recipe: Recipe | None, device: str) -> None:
 
 def test_dropout_is_of_training() -> None:
     """In evaluation nothing is dropped."""
-    mlp = GroupedMLP(E, H, F, lora=Lora(8, dropout=0.5))
-    with torch.no_grad():
-        mlp.down_proj_lora_b.normal_()
-        mlp.gate_up_proj_lora_b.normal_()
+    mlp = with_numbers_in_adapters(GroupedMLP(E, H, F, lora=Lora(8, dropout=0.5)))
     x, chosen = torch.randn(9, H), torch.rand(9, E).topk(2)
     assert not torch.equal(mlp(x, *chosen), mlp(x, *chosen))
     mlp.eval()
@@ -346,8 +344,7 @@ def test_frozen_base_costs_nothing(weights: Any, device: str) -> None:
     assert learning(mlp) == names
     x = torch.randn(50, H, device=device, dtype=BF16, requires_grad=True)
     chosen = torch.rand(50, E, device=device).topk(2)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         y = mlp(x, *chosen)
     of_rows = [tuple(t.shape) for t in kept if t.dim() == 2 and t.size(0) == 100]
     assert sorted(of_rows) == [(100, 16), (100, 16), (100, 2 * F)]  # h of both adapters, gate_up
@@ -391,12 +388,10 @@ def alone(
     that are kept where it is alone.
     """
     grads: list[Tensor] = []
-    kept: list[Tensor] = []
     for names in (leaves, [name]):
-        kept.clear()
         for own, leaf in leaves.items():
             leaf.requires_grad_(own in names)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        with saved_tensors() as kept:
             y = call()
         grads += torch.autograd.grad(y.square().sum(), leaves[name])
     widths = sorted(t.size(1) for t in kept if t.dim() == 2 and t.size(1) > 2)
@@ -525,9 +520,7 @@ def test_rows_of_no_expert(recipe: Recipe | None, device: str) -> None:
 def test_ways_to_call(recipe: Recipe | None, device: str) -> None:
     """Compiled whole once for any routing, checkpointed, and in eager mode: the same bits."""
     mlp = GroupedMLP(E, H, F, recipe=recipe, lora=Lora(8, 12), dtype=BF16, device=device)
-    with torch.no_grad():
-        for name in ("gate_up_proj_lora_b", "down_proj_lora_b"):
-            mlp.get_parameter(name).normal_()
+    with_numbers_in_adapters(mlp)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(mlp, fullgraph=True, backend=counter)
     for seed in range(3):
@@ -556,9 +549,7 @@ def test_cuda_graph(weights: Any) -> None:
         E, H, F, recipe=Float8BlockScaling(), weights=weights, lora=Lora(8), dtype=BF16,
         device="cuda",
     )  # fmt: skip
-    with torch.no_grad():
-        for name in ("gate_up_proj_lora_b", "down_proj_lora_b"):
-            mlp.get_parameter(name).normal_()
+    with_numbers_in_adapters(mlp)
     step = torch.compile(mlp, fullgraph=True, mode="reduce-overhead")
     leaves = [mlp.get_parameter(name) for name in learning(mlp)]
     for seed in range(5):
@@ -605,9 +596,7 @@ def test_merge(weights: Any, dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     recipe = None if weights is None else Float8BlockScaling()
     mlp = GroupedMLP(E, H, F, recipe=recipe, weights=weights, lora=Lora(8, 16), dtype=dtype)
-    with torch.no_grad():
-        for name in ("gate_up_proj_lora_b", "down_proj_lora_b"):
-            mlp.get_parameter(name).normal_(0, 0.1)
+    with_numbers_in_adapters(mlp, std=0.1)
     x, chosen = torch.randn(90, H, dtype=dtype), torch.rand(90, E).topk(2)
     before = mlp(x, *chosen)
     mlp.merge_lora()

@@ -41,6 +41,7 @@ from support.ops import OPS
 from support.pairs import in_turn, pairwise
 from support.recipes import MORE_RECIPES
 from support.recipes import RECIPES as SIMPLE_RECIPES
+from support.saved import saved_tensors
 from support.swiglu import Swiglu
 from support.tensors import BF16, DTYPES, FP16, FP32
 
@@ -549,8 +550,7 @@ def test_room_for_fewer_rows_compiled(constant: bool, device: str) -> None:
         inputs = x, *torch.rand(T, E, device=device).topk(2)
         for t in inputs:
             torch._dynamo.decorators.mark_unbacked(t, 0)
-        kept: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # noqa: B023
+        with saved_tensors() as kept:
             y = block(*inputs)
         results = [[y, *torch.autograd.grad(y.sum(), [x, *mlp.parameters()])]]
         assert {len(t) for t in kept if t.size(-1) == 2 * F} == {

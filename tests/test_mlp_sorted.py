@@ -32,6 +32,7 @@ from support.mlp import E, F, H, biases_of, run, states_of
 from support.mlp import leaves_of as drawn_leaves
 from support.ops import OPS
 from support.recipes import MORE_RECIPES
+from support.saved import saved_tensors
 from support.tensors import BF16, DTYPES, FP32
 
 R = 150
@@ -123,8 +124,7 @@ def test_nothing_is_gathered_or_summed(device: str) -> None:
 def test_keeps_x_and_gate_up(recipe: Recipe | None, device: str) -> None:
     leaves: list[Any] = leaves_of("plain", device, BF16)
     leaves[1] = None
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         ours("plain", recipe, device)(*leaves)
     of_rows = [t for t in kept if t.size(0) == R]
     assert {t.data_ptr() for t in of_rows if t.size(1) == H} == {leaves[0].data_ptr()}

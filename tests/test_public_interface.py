@@ -259,6 +259,7 @@ def test_keys_of_checkpoints(cache_weights: bool, recipe: Recipe | None) -> None
     """A weight cache adds no key, nor does a recipe without a state."""
     options: dict[str, Any] = {"recipe": recipe, "cache_weights": cache_weights}
     assert keys_of(GroupedLinear(2, 16, 32, **options)) == ["weight (2, 32, 16)", "bias (2, 32)"]
+    assert keys_of(GroupedLinear(2, 16, 32, bias=False, **options)) == ["weight (2, 32, 16)"]
     assert keys_of(GroupedMLP(2, 16, 32, bias=True, **options)) == [
         "gate_up_proj (2, 64, 16)",
         "down_proj (2, 16, 32)",

@@ -40,6 +40,7 @@ from grouped_linear import (
 from support.compare import assert_all_same_bits, assert_same_bits, assert_same_tensors, bits
 from support.layers import linear_of
 from support.processes import PROCESSES, Checks, Passes
+from support.saved import saved_tensors
 from support.tensors import BF16
 
 E, T, K, N = 4, 40, 32, 144
@@ -158,12 +159,8 @@ def check_nothing_kept_of_weights(rank: int, directory: Path) -> None:
         for layer in (*sharded.layers, sharded):
             fully_shard(layer, mesh=mesh)
         assert_all_same_bits(train(sharded, sharded), train(whole, whole))
-        saved: list[Tensor] = []
         x = torch.randn(T, K, dtype=BF16)
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: saved.append(t) or t,  # noqa: B023
-            lambda t: t,
-        ):
+        with saved_tensors() as saved:
             sharded(x, x)
         weights = [t for t in saved if t.dim() == 3 and t.size(2) in (K, N, 2 * N)]
         held[requantize] = sum(t.untyped_storage().nbytes() for t in weights)

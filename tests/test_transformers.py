@@ -45,6 +45,7 @@ from support.documents import models
 from support.hugging_face import FAMILIES, AnyConfig, model_of, tiny, tokens
 from support.ops import OPS
 from support.processes import PROCESSES, Checks, Passes
+from support.saved import saved_tensors
 from support.tensors import BF16, FP32
 from support.versions import skipping_for_old_transformers
 
@@ -565,8 +566,7 @@ def test_other_activations_are_of_one_layer(name: str, device: str) -> None:
     in_fp8 = compute(experts, experts.config._experts_implementation, leaves, chosen)
     assert torch.equal(in_fp8[0], ours[0])
     assert 0 < max(errors(in_fp8, ours).values()) < 0.08
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         experts(leaves[0], chosen, leaves[1])
     of_rows = [t for t in kept if t.dim() == 2 and t.size(0) == 40]
     assert [(t.dtype, t.size(1)) for t in of_rows] == [

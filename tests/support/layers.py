@@ -26,6 +26,14 @@ def linear_of(
     return te.GroupedLinear(*sizes, bias=bias, **(single | options))
 
 
+def with_numbers_in_adapters(layer: Any, std: float = 1.0) -> Any:
+    """The layer, whose adapters add something: B is zero at first."""
+    for name, p in layer.named_parameters():
+        if name.endswith("lora_b"):
+            nn.init.normal_(p, std=std)
+    return layer
+
+
 def through_pickle(layer: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(layer))
 
