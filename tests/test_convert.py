@@ -201,12 +201,12 @@ def test_recipes(kind: str, recipe: Recipe | None, device: str) -> None:
 @pytest.mark.parametrize("experts", [GroupedExperts, GptOssExperts])
 @pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
 def test_frozen_weights(weights: Any, experts: Any) -> None:
-    """Those with biases, too: the bits of the same numbers in high precision, beside FP8."""
+    """Those with biases, too: in FP8 the bits of weights that each call quantizes."""
     model, x = Sorted(experts(features=64)), torch.randn(T, H)
     plain = deepcopy(model)
     convert(model, Float8BlockScaling(), weights=weights)
     with torch.no_grad():
-        for name in model.experts._frozen:
+        for name in model.experts._frozen if weights == "mxfp4" else ():
             plain.experts.get_parameter(name).copy_(model.experts.dequantize(name))
     convert(plain, Float8BlockScaling())
     actual, expected = run(model, x), run(plain, x)

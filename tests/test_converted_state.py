@@ -5,7 +5,6 @@ T tokens, E experts, H features of a token, F features of an expert.
 
 import copy
 import io
-import pickle
 import sys
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from support.devices import needs_two_gpus
 from support.experts import GroupedExperts
 from support.fresh import assert_fresh
 from support.hugging_face import tiny
+from support.layers import through_pickle
 from support.processes import (
     CHECK_SECONDS,
     PROCESSES,
@@ -116,7 +116,7 @@ def test_state_dicts_are_plain_tensors(form: str, tmp_path: Path) -> None:
         lambda model: model.half(),
         lambda model: model.to(torch.bfloat16),
         copy.deepcopy,
-        lambda model: pickle.loads(pickle.dumps(model)),
+        through_pickle,
     ],
     ids=["half", "bfloat16", "deepcopy", "pickle"],
 )

@@ -366,24 +366,15 @@ def test_inductor_records_in_place(device: str) -> None:
 
 
 @DEVICES
-def test_weights_of_an_mlp_that_fill_caches_are_recorded(device: str) -> None:
-    """Each in its own state, and nothing else."""
-    mlp = GroupedMLP(E, K, N, recipe=DelayedScaling(), cache_weights=True, device=device)
-    x, m_splits = rows(device)
+@pytest.mark.parametrize("layer", [GroupedLinear, GroupedMLP])
+def test_weights_that_fill_caches_are_recorded(layer: Any, device: str) -> None:
+    """Each in its own state, and nothing else: calls with gradients read the cache."""
+    made = layer(E, K, N, recipe=DelayedScaling(), cache_weights=True, device=device)
+    call = made if layer is GroupedLinear else made.forward_sorted
     with torch.no_grad():
-        mlp.forward_sorted(x, m_splits, is_first_microbatch=True)
-    for name in ("gate_up_proj", "down_proj"):
-        state, w = getattr(mlp, f"{name}_state"), getattr(mlp, name)
-        assert_same_bits(state.weight.amax, w.detach().abs().amax((1, 2)))
-        assert not state.x.amax.any()
-
-
-@pytest.mark.parametrize("device", devices(*OPS))
-def test_a_weight_that_fills_a_cache_is_recorded(device: str) -> None:
-    """Also without gradients: the calls that have some read the cache."""
-    layer = GroupedLinear(E, K, N, recipe=DelayedScaling(), cache_weights=True, device=device)
-    x, m_splits = rows(device)
-    with torch.no_grad():
-        layer(x, m_splits, True)
-    assert_same_bits(layer.weight_state.weight.amax, layer.weight.detach().abs().amax((1, 2)))
-    assert not layer.weight_state.x.amax.any()
+        call(*rows(device), is_first_microbatch=True)
+    for name, w in made.named_parameters():
+        if w.dim() == 3:
+            state = getattr(made, f"{name}_state")
+            assert_same_bits(state.weight.amax, w.detach().abs().amax((1, 2)))
+            assert not state.x.amax.any()

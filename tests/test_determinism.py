@@ -37,10 +37,6 @@ def run(sample: Sample, device: str, threads: int = 1) -> list[Tensor]:
     return specified(sample, sample.results(device))
 
 
-def assert_all_same(actual: list[Tensor], expected: list[Tensor]) -> None:
-    assert_all_same_bits(actual, expected)
-
-
 def cases_of_threads(op: str) -> list[tuple[str, str]]:
     """All of the few groups, and all variants that are more than numbers, in turn."""
     variants = distinct_variants(op)
@@ -61,7 +57,7 @@ def test_thread_counts_give_the_same_bits(op: str, groups: str, variant: str) ->
     sample = variant_of(op, GROUPS[groups], variant, BF16)
     expected = run(sample, "cpu", threads=1)
     for _ in range(3):  # on a busy machine two threads do not always meet
-        assert_all_same(run(sample, "cpu", threads=2), expected)
+        assert_all_same_bits(run(sample, "cpu", threads=2), expected)
 
 
 def fp8_gemms(out_dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:

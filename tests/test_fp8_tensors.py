@@ -40,7 +40,6 @@ with skipping_for_old_transformers():
 E, F, H = 3, 256, 144
 PREFIX = {"mixtral": "block_sparse_moe.experts.{}.", "qwen3_moe": "mlp.experts.{}."}
 NAMES = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
-KINDS = {"weight", "weight_scale_inv"}
 E4M3 = torch.float8_e4m3fn
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 WEIGHTS = pytest.mark.parametrize("weights", ["both", "fp8"])

@@ -47,7 +47,6 @@ from support.tensors import BF16, DTYPES, FP16, FP32
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
-E4M3 = torch.float8_e4m3fn
 # The experts of each token: some without tokens, and choices of none (-1 and past E).
 ROUTINGS = {
     "random": torch.stack(

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,13 +28,11 @@ from grouped_linear import (
 )
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_bits, assert_same_tensors
-from support.devices import devices
 from support.documents import models
 from support.errors import sentence
 from support.experts import GroupedExperts
 from support.fresh import assert_fresh
-from support.hugging_face import tiny
-from support.ops import OPS
+from support.hugging_face import AnyConfig, tiny
 from support.tensors import BF16
 from support.versions import skipping_for_old_transformers
 
@@ -44,7 +41,6 @@ with skipping_for_old_transformers():
 
     from grouped_linear.integrations.transformers import register
 
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 T, E, H, F = 20, 4, 32, 48
 SIZES = {"num_hidden_layers": 2, "num_local_experts": E}
 
@@ -168,31 +164,20 @@ def test_recipes_side_by_side_and_one_after_another() -> None:
 # --- what is skipped -----------------------------------------------------------------------------
 
 
+class LibraryConfig(AnyConfig):
+    SIZES = (
+        (r"ffn_act_fn", {"name": "silu"}),
+        (r"dropout", 0.0),
+        (r"^d_model$|^d_ff$", 32),
+        *AnyConfig.SIZES,
+    )
+
+
 def of_library(name: str) -> nn.Module:
     """Experts of transformers that do not go through its interface."""
     where, cls = name.split(".")
     module = importlib.import_module(f"transformers.models.{where}.modeling_{where}")
-    config = SimpleNamespace(
-        hidden_size=H,
-        d_model=H,
-        d_ff=F,
-        ffn_hidden_size=F,
-        intermediate_size=F,
-        moe_intermediate_size=F,
-        expert_ffn_hidden_size=F,
-        moe_num_experts=E,
-        num_experts=E,
-        num_local_experts=E,
-        n_routed_experts=E,
-        zero_expert_num=0,
-        hidden_act="silu",
-        activation_function="relu",
-        dense_act_fn="relu",
-        ffn_act_fn={"name": "silu"},
-        dropout_rate=0.0,
-        activation_dropout=0.0,
-        moe_token_dropout=0.0,
-    )
+    config = LibraryConfig()
     arguments = {"JetMoeParallelExperts": (E, H, F), "NllbMoeExperts": (config, F)}
     with torch.device("meta"):
         return getattr(module, cls)(*arguments.get(cls, (config,)))
@@ -452,43 +437,6 @@ convert: save_gate_up_in_fp8 must be True or False, got 1""",
 
 
 # --- weights in FP8 ------------------------------------------------------------------------------
-
-
-def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    model.zero_grad()
-    y = logits(model)
-    y.float().square().mean().backward()
-    return y.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def frozen_weights(model: nn.Module) -> list[str]:
-    """The names of weights that are kept as bytes."""
-    return [n for n, p in model.named_parameters() if p.dtype == torch.uint8]
-
-
-@DEVICES
-@pytest.mark.parametrize("form", ["hugging face", "one module"])
-def test_weights_in_fp8_compute_the_same_and_are_frozen(form: str, device: str) -> None:
-    """A quantizing recipe quantizes in every call what is kept quantized here."""
-    model: Any = (
-        mixtral(device) if form == "hugging face" else GroupedExperts(E, H, F).to(device, BF16)
-    )
-    kept, x = deepcopy(model), torch.randn(T, H, device=device, dtype=BF16, requires_grad=True)
-    convert(model, Float8BlockScaling())
-    done = convert(kept, weights="fp8")
-    assert done.recipe == Float8BlockScaling()
-    assert all(one.path.endswith(", weights in FP8") for one in done.converted)
-    outputs, gradients = [], []
-    for one in (model, kept):
-        y = logits(one) if form == "hugging face" else one(x, COUNTS.to(device))
-        others = [p for n, p in one.named_parameters() if "experts" not in n]
-        leaves = others if form == "hugging face" else [x]
-        outputs.append(y)
-        gradients.append(torch.autograd.grad(y.float().square().mean(), leaves))
-    assert_same_bits(*outputs)
-    for pair in zip(*gradients, strict=True):
-        assert_same_bits(*pair)
-    assert len(frozen_weights(kept)) == (4 if form == "hugging face" else 3)
 
 
 def test_a_checkpoint_in_fp8() -> None:

@@ -5,7 +5,6 @@ tests/clients has the same with the packages that train and load such models.
 
 import copy
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from grouped_linear import Float8BlockScaling, MXFP8BlockScaling, convert
 from support.compare import assert_same_bits, assert_same_tensors, bits
 from support.errors import sentence
 from support.hugging_face import tiny
+from support.layers import through_pickle
 from support.tensors import BF16
 from support.versions import skipping_for_old_transformers
 
@@ -38,7 +38,6 @@ FAMILY = pytest.mark.parametrize("family", PREFIX)
 
 
 RECIPES = [Float8BlockScaling(), Float8BlockScaling(power_of_two_scales=False)]
-SUFFIXES = "", "_scale_inv"
 
 
 def model_of(family: str = "mixtral", **options: Any) -> Any:
@@ -161,9 +160,7 @@ def test_frozen_experts_do_not_learn() -> None:
     assert torch.equal(logits(model), expected)
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
-)
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle], ids=["deepcopy", "pickle"])
 def test_copies_are_saved_too(copied: Any, tmp_path: Path) -> None:
     model = frozen()
     copied(model).save_pretrained(tmp_path / "copy")

@@ -29,6 +29,7 @@ from grouped_linear import (
     record_routing,
     replay_routing,
 )
+from support.compare import assert_same_tensors
 from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.hugging_face import FAMILIES, AnyConfig, model_of, tiny, tokens
@@ -67,11 +68,6 @@ def step(model: nn.Module, call: Any, ids: Tensor) -> dict[str, Tensor]:
     }
 
 
-def assert_all_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    assert not [name for name in actual if not torch.equal(actual[name], expected[name])]
-
-
 @DEVICES
 @EVERY_FAMILY
 def test_own_choices_again_change_no_bit(family: str, device: str) -> None:
@@ -80,8 +76,8 @@ def test_own_choices_again_change_no_bit(family: str, device: str) -> None:
         expected = step(model, model, ids)
     assert recording.routing.experts.shape == (B, S, 1, C)
     with replay_routing(model, recording.routing):
-        assert_all_equal(step(model, model, ids), expected)
-    assert_all_equal(step(model, model, ids), expected)  # nothing of the contexts is left
+        assert_same_tensors(step(model, model, ids), expected)
+    assert_same_tensors(step(model, model, ids), expected)  # nothing of the contexts is left
 
 
 @DEVICES
@@ -275,7 +271,7 @@ def test_activation_checkpointing(device: str) -> None:
         expected = step(model, model, ids)
     model.activation_checkpointing_enable()
     with replay_routing(model, experts), record_routing(model, B, S) as recording:
-        assert_all_equal(step(model, model, ids), expected)
+        assert_same_tensors(step(model, model, ids), expected)
     assert torch.equal(recording.routing.experts, experts)
     with replay_routing(model, experts):
         loss = model(ids).logits.square().mean()

@@ -19,8 +19,6 @@ from support.processes import PROCESSES, Checks, Passes
 accelerate = pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, DistributedType  # noqa: E402
 
-IDS = torch.arange(24).reshape(2, 12)
-
 
 def mixtral() -> Any:
     torch.manual_seed(0)

@@ -5,10 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from support import reference
 from support.groups import Groups
-from support.tensors import FP32
-from support.tolerances import bias_grad_tolerance
 
 
 def bits(t: Tensor) -> Tensor:
@@ -31,12 +28,6 @@ def assert_same_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Ten
     assert actual.keys() == expected.keys()
     for name, t in expected.items():
         assert_same_bits(actual[name], t)
-
-
-def assert_bias_grad(actual: Tensor, dy_TN: Tensor, offs_E: Tensor) -> None:
-    assert actual.dtype == FP32
-    error = (actual.double() - reference.grouped_bias_grad(dy_TN, offs_E)).abs()
-    assert (error <= bias_grad_tolerance(dy_TN, offs_E)).all()
 
 
 def within(actual: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
