@@ -180,6 +180,22 @@ def test_into_plain_weights_and_back() -> None:
     assert_same_bits(result(other), result(model))
 
 
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
+def test_bytes_are_no_numbers_of_plain_weights(weights: Any) -> None:
+    """torch would cast e4m3 without its scales."""
+    frozen, plain = model_of("mixtral"), model_of("mixtral")
+    convert(frozen, weights=weights)
+    convert(plain)
+    expected = result(plain)
+    with pytest.raises(RuntimeError, match=r"with scales is for weights that are quantized: conv"):
+        plain.load_state_dict(frozen.state_dict(), strict=False)
+    through_pickle(plain).load_state_dict(model_of("mixtral").state_dict())
+    convert(plain, Float8BlockScaling(), weights="both")
+    plain.load_state_dict(frozen.state_dict())
+    convert(plain)
+    assert 0 < difference(result(plain), expected) < 0.3
+
+
 @pytest.mark.parametrize("weights", ["both", "mxfp4"])
 def test_of_weights_that_were_kept_otherwise(weights: Any) -> None:
     model = model_of("mixtral")

@@ -32,8 +32,8 @@ from grouped_linear.integrations.experts_forward import (
 )
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.wrappers import named_unwrapped
-from grouped_linear.meta_kernels.rules import BLOCK, ceil_div
-from grouped_linear.quantized.frozen import STORAGES
+from grouped_linear.meta_kernels.rules import BLOCK, ceil_div, dtype_name
+from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen
 from grouped_linear.quantized.state_dict import SCALE, sent_as_bytes
 from grouped_linear.quantized.weight import KEPT, is_dtensor
 
@@ -82,22 +82,30 @@ def _state_in_files_dtypes(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return state, {}
 
 
-def load_bytes(experts: Any) -> None:
-    """Have experts that are read as loaded take the states of experts that convert has frozen.
+def check_loads(experts: Any) -> None:
+    """Have experts whose weights are as loaded take no bytes of a state as numbers, as torch does.
 
-    MXFP4 is there in uint8, and torch would cast the bits of a scale to E8M0 as a number.
+    MXFP4 of experts that convert has frozen is there in uint8, and torch would cast the bits of a
+    scale to E8M0. It would cast e4m3 to high precision without its scales.
     """
     hooks = experts._load_state_dict_pre_hooks.values()
-    if not any(getattr(hook, "hook", None) is _view_bytes for hook in hooks):
-        experts.register_load_state_dict_pre_hook(_view_bytes)
+    if not any(getattr(hook, "hook", None) is _check_load for hook in hooks):
+        experts.register_load_state_dict_pre_hook(_check_load)
 
 
-def _view_bytes(experts: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _check_load(experts: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
     for name, p in experts.named_parameters():
-        t: Any = state.get(prefix + name)
-        in_bytes = isinstance(t, Tensor) and t.dtype == torch.uint8
-        if in_bytes and p.dtype in (torch.int8, torch.float8_e8m0fnu):
-            state[prefix + name] = t.view(p.dtype)
+        key, error_msgs = prefix + name, others[-1]
+        t: Any = state.get(key)
+        if not isinstance(t, Tensor) or t.element_size() > 1:
+            continue
+        if t.dtype == torch.uint8 and p.dtype in (torch.int8, torch.float8_e8m0fnu):
+            state[key] = t.view(p.dtype)
+        elif p.element_size() > 1 and not isinstance(experts, KeepsFrozen) and key + SCALE in state:
+            error_msgs.append(
+                f"{key}: {dtype_name(t.dtype)} with scales is for weights that are quantized: "
+                "convert(weights='both') before loads it dequantized, 'fp8' or 'mxfp4' as it is."
+            )
 
 
 def _experts_of(model: nn.Module) -> dict[str, Any]:

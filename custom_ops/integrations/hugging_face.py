@@ -24,7 +24,7 @@ from grouped_linear.integrations.experts_forward import (
     storage_of,
     weight_names,
 )
-from grouped_linear.integrations.fp8_checkpoint import describe, load_bytes
+from grouped_linear.integrations.fp8_checkpoint import check_loads, describe
 from grouped_linear.integrations.implementation import Implementation, check_stateless
 from grouped_linear.integrations.request import (
     Changes,
@@ -105,8 +105,8 @@ def convert(
         if of_module.weights in STORAGES and not is_frozen(module):
             _freeze(changes, module, of_module)
             frozen = True
-        elif isinstance(module, FP8Experts):
-            load_bytes(module)
+        elif of_module.weights is None:
+            check_loads(module)
     for root in _outermost(model) if frozen else ():
         describe(root)
 
