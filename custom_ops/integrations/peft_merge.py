@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from peft import LoraModel
 from peft.tuners.lora import layer as lora
+from peft.tuners.mixed import MixedModel
 
 from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.quantized.weight import is_dtensor
@@ -63,6 +64,7 @@ def _after_check(method: Callable[..., Any]) -> Callable[..., Any]:
 if hasattr(lora, "ParamWrapper"):  # PEFT older than 0.17 adapts no parameters
     for _class, _names in {
         LoraModel: ("_check_merge_allowed",),
+        MixedModel: ("_check_merge_allowed", "merge_and_unload"),  # the latter asks nothing
         lora.ParamWrapper: ("merge", "unmerge"),
     }.items():
         for _name in _names:

@@ -109,6 +109,20 @@ def test_frozen_weights_stay_under_peft_alone() -> None:
     assert_stays(model, IN_FP8)
 
 
+def test_mixed_models_stay() -> None:
+    """Of linear layers as well, which PEFT merges first."""
+    model = model_of()
+    convert(model, weights="fp8")
+    model = peft.get_peft_model(model, config_of(), mixed=True)
+    randomize(model)
+    before = {name: bits(t).clone() for name, t in model.state_dict().items()}
+    for merge in (model.base_model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match=IN_FP8):
+            merge()
+    for name, t in model.state_dict().items():
+        assert_same_bits(bits(t), before[name])
+
+
 def test_frozen_layers_stay_under_peft() -> None:
     """Adapters that stand before the weights are frozen, and a layer of this package."""
     layer = GroupedMLP(2, 32, 32, recipe=Float8BlockScaling(), weights="fp8")
