@@ -374,51 +374,6 @@ def test_a_weight_of_nan_for_no_expert() -> None:
     assert not spoilt.grad[outside].any()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "sentence"),
-    [
-        (
-            {"top_k_index": torch.zeros(3, 2)},
-            RuntimeError,
-            "top_k_index must be int32 or int64, got float32",
-        ),
-        (
-            {"down_proj": torch.zeros(E, H, F)[1:]},
-            RuntimeError,
-            rf"down_proj must be \[{E}, {H}, F\]",
-        ),
-        (
-            {"down_proj": torch.zeros(E, 2 * H, F)},
-            RuntimeError,
-            rf"down_proj must be \[{E}, {H}, F\]",
-        ),
-        (
-            {"gate_up_proj_bias": torch.zeros(E, F)},
-            RuntimeError,
-            rf"^grouped_mlp: gate_up_proj_bias must be \[{E}, {2 * F}\], as gate_up_proj is "
-            rf"\[{E}, {2 * F}, {H}\], got \[{E}, {F}\]$",
-        ),
-        (
-            {"down_proj_bias": torch.zeros(E, H).double()},
-            RuntimeError,
-            "^grouped_mlp: down_proj_bias must be bfloat16, float16 or float32, got float64: cast",
-        ),
-    ],
-)
-def test_arguments_that_do_not_fit(
-    arguments: dict[str, Tensor], kind: type[Exception], sentence: str
-) -> None:
-    fitting = {
-        "x": torch.zeros(3, H),
-        "top_k_weights": torch.zeros(3, 2),
-        "top_k_index": torch.zeros(3, 2, dtype=torch.int32),
-        "gate_up_proj": torch.zeros(E, 2 * F, H),
-        "down_proj": torch.zeros(E, H, F),
-    }
-    with pytest.raises(kind, match=sentence):
-        grouped_mlp(**{**fitting, **arguments})
-
-
 def mlp_of(
     kind: str, recipe: Recipe | None, device: str, dtype: torch.dtype | None = None
 ) -> GroupedMLP:
@@ -642,46 +597,62 @@ def test_state_dict(bias: bool) -> None:
 
 
 def test_mistakes() -> None:
-    mlp = GroupedMLP(E, H, F)
-    x, weights, experts = torch.randn(4, H), torch.rand(4, 2), torch.zeros(4, 2).long()
-    state = states_of(DelayedScaling(), "cpu")
-    mistakes = {
+    """test_same_mistakes.py has those that are GroupedLinear's, too."""
+    fitting: dict[str, Any] = {
+        "x": torch.randn(4, H),
+        "top_k_weights": torch.rand(4, 2),
+        "top_k_index": torch.zeros(4, 2).long(),
+        "gate_up_proj": torch.zeros(E, 2 * F, H),
+        "down_proj": torch.zeros(E, H, F),
+    }
+    x, weights, experts, _, down = fitting.values()
+
+    def call(**changed: Any) -> Callable[[], Tensor]:
+        return lambda: grouped_mlp(**{**fitting, **changed})
+
+    none = {"top_k_weights": weights[:, :0], "top_k_index": experts[:, :0]}
+    of_scalars = {"x": x[0], "top_k_weights": weights[0, 0], "top_k_index": experts[0, 0]}
+    no_choice = "grouped_mlp: top_k_weights and top_k_index must be [..., C] with C positive, got"
+    of_down = f"grouped_mlp: down_proj must be [{E}, {H}, F], as gate_up_proj has {E} experts of "
+    mistakes: dict[str, Callable[[], Any]] = {
         "GroupedMLP: num_experts must be between 1 and 1024, got 0": lambda: GroupedMLP(0, H, F),
-        "GroupedMLP: hidden_size must be a positive multiple of 16, got 20": lambda: GroupedMLP(
-            E, 20, F
+        "GroupedMLP: hidden_size must be a positive multiple of 16, got 20": (
+            lambda: GroupedMLP(E, 20, F)
         ),
-        "grouped_mlp: activation must be a SwiGLU or an Activation, got None": lambda: grouped_mlp(
-            x, weights, experts, *mlp.parameters(), activation=None
+        "grouped_mlp: activation must be a SwiGLU or an Activation, got None": call(
+            activation=None
         ),
-        "SwiGLU: alpha must be finite, got None": lambda: SwiGLU(alpha=None),
+        "SwiGLU: alpha must be finite, got None": lambda: SwiGLU(alpha=None),  # type: ignore[arg-type]
         "SwiGLU: alpha must be finite, got inf": lambda: SwiGLU(float("inf")),
         "SwiGLU: beta must be finite, got 1e+39": lambda: SwiGLU(beta=1e39),
         "SwiGLU: limit must be positive, got 0": lambda: SwiGLU(limit=0),
         "SwiGLU: limit must be positive, got nan": lambda: SwiGLU(limit=float("nan")),
-        "SwiGLU: limit must be positive, got '7'": lambda: SwiGLU(limit="7"),
-        "SwiGLU: interleaved must be True or False, got 1": lambda: SwiGLU(interleaved=1),
+        "SwiGLU: limit must be positive, got '7'": lambda: SwiGLU(limit="7"),  # type: ignore[arg-type]
+        "SwiGLU: interleaved must be True or False, got 1": lambda: SwiGLU(interleaved=1),  # type: ignore[arg-type]
         "SwiGLU: cubic must be finite and not negative, got -1.0": lambda: SwiGLU(cubic=-1.0),
-        "SwiGLU: cubic must be finite and not negative, got inf": lambda: SwiGLU(
-            cubic=float("inf")
+        "SwiGLU: cubic must be finite and not negative, got inf": lambda: SwiGLU(cubic=1e400),
+        "SwiGLU: cubic must be finite and not negative, got None": lambda: SwiGLU(cubic=None),  # type: ignore[arg-type]
+        f"{no_choice} []": call(**of_scalars),
+        f"{no_choice} [4, 0]": call(**none),
+        "grouped_mlp: C differs: top_k_weights has 1, top_k_index 2": call(
+            top_k_weights=weights[:, :1]
         ),
-        "SwiGLU: cubic must be finite and not negative, got None": lambda: SwiGLU(cubic=None),
-        "grouped_mlp: top_k_weights and top_k_index must be [..., C] with C positive, got []": (
-            lambda: mlp(x[0], weights[0, 0], experts[0])
+        "grouped_mlp: top_k_index must be int32 or int64, got float32": call(
+            top_k_index=torch.zeros(4, 2)
         ),
-        "grouped_mlp: top_k_weights and top_k_index must be [..., C] with C positive, got [4, 0]": (
-            lambda: mlp(x, weights[:, :0], experts[:, :0])
+        f"{of_down}{H} features, got [{E - 1}, {H}, {F}]": call(down_proj=down[1:]),
+        f"{of_down}{H} features, got [{E}, {2 * H}, {F}]": call(down_proj=torch.zeros(E, 2 * H, F)),
+        f"grouped_mlp: F differs: down_proj has {F}, gate_up_proj 176 for gate and up": call(
+            gate_up_proj=torch.randn(E, 176, H)
         ),
-        "grouped_mlp: C differs: top_k_weights has 1, top_k_index 2": lambda: mlp(
-            x, weights[:, :1], experts
+        f"grouped_mlp: gate_up_proj_bias must be [{E}, {2 * F}], as gate_up_proj is [{E}, {2 * F}, "
+        f"{H}], got [{E}, {F}]": call(gate_up_proj_bias=torch.zeros(E, F)),
+        "grouped_mlp: down_proj_bias must be bfloat16, float16 or float32, got float64: cast": call(
+            down_proj_bias=torch.zeros(E, H).double()
         ),
-        "grouped_mlp: F differs: down_proj has 80, gate_up_proj 176 for gate and up": (
-            lambda: grouped_mlp(x, weights, experts, torch.randn(E, 176, H), mlp.down_proj)
-        ),
-        "grouped_mlp: max_rows must not be negative, got -1": lambda: mlp(
-            x, weights, experts, max_rows=-1
-        ),
-        "grouped_mlp: state must be two DelayedScalingStates under a recipe that has": lambda: (
-            grouped_mlp(x, weights, experts, *mlp.parameters(), None, state)
+        "grouped_mlp: max_rows must not be negative, got -1": call(max_rows=-1),
+        "grouped_mlp: state must be two DelayedScalingStates under a recipe that has": call(
+            state=states_of(DelayedScaling(), "cpu")
         ),
     }
     said = {expected: sentence(call) for expected, call in mistakes.items()}
