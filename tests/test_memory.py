@@ -5,6 +5,7 @@ On a GPU run it under compute-sanitizer, too, and with GROUPED_LINEAR_PORTABLE=1
 T rows, E groups, K in_features, N out_features.
 """
 
+import re
 from typing import Any
 
 import pytest
@@ -220,64 +221,25 @@ def with_sizes(sample: Sample, dims: dict[str, int], size: int = HUGE) -> Sample
     return sample.but(**{name: change(sample[name], dim) for name, dim in dims.items()})
 
 
+TOO_MANY = (
+    r"(\w+): (\w+) must have at most 2147483519 (?:rows|columns|groups|choices)"
+    r"(?: in all| in blocks)?, got (\d+)"
+)
+
+
 @pytest.mark.parametrize("device", [*devices(*OPS), "fake", "meta"])
-def test_more_rows_than_32_bits_count(device: str) -> None:
-    lines = []
-    for op, dims, options in (
-        (op, *large) for op, page in PAGES.items() for large in page.too_large
-    ):
+@pytest.mark.parametrize("op", [op for op, page in PAGES.items() if page.too_large])
+def test_more_rows_than_32_bits_count(op: str, device: str) -> None:
+    for dims, options in PAGES[op].too_large:
         sample = make(op, GROUPS_3, BF16, **options)
         if device == "fake":
-            lines.append(fake_sentence(with_sizes(sample, dims)))
+            said = fake_sentence(with_sizes(sample, dims))
         else:
-            lines.append(sentence(with_sizes(sample.on(device), dims)))
-    assert_expected_inline(
-        "\n".join(lines),
-        """\
-adam_weight_: q must have at most 2147483519 rows in all, got 4294967296
-group_quantize: x must have at most 2147483519 rows, got 2147483584
-group_quantize: x must have at most 2147483519 rows, got 2147483584
-dequantize_mxfp4: q must have at most 2147483519 rows in all, got 4294967296
-gather_dot: rows must have at most 2147483519 columns, got 2147483584
-gather_sum: rows must have at most 2147483519 rows, got 2147483584
-group_dequantize: q must have at most 2147483519 rows, got 2147483584
-group_dequantize_t: q_t must have at most 2147483519 rows in blocks, got 274877898752
-group_quantize: x must have at most 2147483519 rows, got 2147483584
-group_quantize: rows must have at most 2147483519 rows, got 2147483584
-group_quantize_current: x must have at most 2147483519 rows, got 2147483584
-group_quantize_delayed: x must have at most 2147483519 rows, got 2147483584
-group_quantize_mx: x must have at most 2147483519 rows, got 2147483584
-group_quantize_swiglu: gate_up must have at most 2147483519 rows, got 2147483584
-group_quantize_swiglu_grad: dh must have at most 2147483519 rows, got 2147483584
-group_round_mx: x must have at most 2147483519 rows, got 2147483584
-grouped_bias_grad: dy must have at most 2147483519 rows, got 2147483584
-grouped_mm: a must have at most 2147483519 rows, got 2147483584
-grouped_mm: a must have at most 2147483519 rows, got 2147483584
-grouped_mm: rows must have at most 2147483519 rows, got 2147483584
-grouped_mm_list: a must have at most 2147483519 rows, got 2147483584
-grouped_mm_mxfp4: a must have at most 2147483519 rows, got 2147483584
-grouped_mm_swiglu: a must have at most 2147483519 rows, got 2147483584
-grouped_mm_swiglu_grad: a must have at most 2147483519 rows, got 2147483584
-grouped_mm_wgrad: x must have at most 2147483519 rows, got 2147483584
-grouped_mm_wgrad: dy must have at most 2147483519 rows, got 2147483584
-grouped_mm_wgrad_: x must have at most 2147483519 rows, got 2147483584
-grouped_mm_wgrad_list_: dy must have at most 2147483519 rows, got 2147483584
-grouped_scaled_mm: a must have at most 2147483519 rows, got 2147483584
-grouped_scaled_mm_wgrad: dy_t must have at most 2147483519 rows in blocks, got 274877898752
-quantize_mxfp4: w must have at most 2147483519 rows in all, got 4294967296
-quantize_weight: w must have at most 2147483519 rows in all, got 4294967296
-quantize_weight_current: w must have at most 2147483519 rows in all, got 4294967296
-quantize_weight_delayed: w must have at most 2147483519 rows in all, got 4294967296
-scatter_rows: rows must have at most 2147483519 rows, got 2147483584
-sort_by_expert: experts must have at most 2147483519 choices, got 2147483584
-swiglu: gate_up must have at most 2147483519 rows, got 2147483584
-swiglu_grad: dh must have at most 2147483519 rows, got 2147483584
-topk_experts: scores must have at most 2147483519 rows, got 2147483584
-transpose_weight: q must have at most 2147483519 rows in all, got 4294967296
-update_scales_: scale must have at most 2147483519 groups, got 2147483584
-update_scales_: amax_history must have at most 2147483519 rows, got 2147483584
-watch_operand_: x must have at most 2147483519 rows, got 2147483584""",
-    )
+            said = sentence(with_sizes(sample.on(device), dims))
+        match = re.fullmatch(TOO_MANY, said)
+        assert match, said
+        assert match[1] != op or match[2] in dims  # another op is one that it calls
+        assert int(match[3]) > 2147483519
 
 
 @pytest.mark.parametrize("device", [*devices(*OPS), "fake", "meta"])
