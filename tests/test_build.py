@@ -66,6 +66,14 @@ def test_no_compiler_makes_a_build_for_the_cpu(tmp_path: Path) -> None:
     assert "grouped_linear: CPU only: no CUDA compiler found" in made.stdout
 
 
+def test_sanitizers_run_tests_that_are_there() -> None:
+    script = Path(__file__).parents[1] / ".ci" / "sanitize"
+    lists = re.findall(r"tests/test_\{(\S+)\}\.py", script.read_text())
+    names = ",".join(lists).split(",")
+    assert len(names) > 10
+    assert [n for n in names if not (Path(__file__).parent / f"test_{n}.py").exists()] == []
+
+
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_a_sanitizer_that_is_missing_is_named(sanitizer: str) -> None:
     """And nothing is skipped."""
