@@ -173,7 +173,8 @@ def test_tensors_that_begin_anywhere(op: str, variant: str, device: str) -> None
     The plain sample's one element and 8 bytes, those of other variants in turn.
     """
     plans = [("capacity", BF16)]
-    if variant == "plain":
+    # By several threads torch's float32 GEMMs have other bits where memory begins elsewhere.
+    if variant == "plain" and torch.get_num_threads() == 1:
         plans.append(("capacity", FP32))
     if variant == "plain" or "_list" in op:
         plans.append(("one_group", BF16))
