@@ -105,7 +105,7 @@ def test_few_rows_have_the_bits_of_many(device: str, r: int) -> None:
 @pytest.mark.parametrize("device", devices("grouped_mm_mxfp4")[1:])
 @pytest.mark.parametrize("r", [0, 80])
 def test_fp8_rows_have_the_bits_of_many(device: str, r: int) -> None:
-    """Whether a GPU decodes beside the products or before them."""
+    """However many rows the weight is decoded for."""
     few, many = torch.tensor([300, 0, 257, 95]), torch.tensor([1100, 0, 900, 95])
     N, K, total = 208, 2880, int(many.sum())
     rows = torch.cat([e + torch.arange(n) for e, n in zip(many.cumsum(0) - many, few, strict=True)])

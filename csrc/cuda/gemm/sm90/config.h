@@ -31,7 +31,7 @@ constexpr TileShape kTile16Bit{128, 256, 64, 3, 2};
 constexpr TileShape kTile16BitDeep{128, 192, 64, 4, 2};  // see gemm_16bit.cu
 constexpr TileShape kTile16BitKGrouped{128, 256, 32, 6, 2};
 constexpr TileShape kTileFp8{128, 192, 128, 4, 2};
-constexpr TileShape kTileMxfp4{256, 128, 64, 4, 2}, kTileMxfp4Fp8{192, 128, 128, 4, 2};
+constexpr TileShape kTileMxfp4{256, 128, 64, 4, 2};
 constexpr int kNarrowTileN = 64;
 
 constexpr int kTileM = 128;
@@ -125,12 +125,10 @@ struct GemmConfig {
   static constexpr int kPaddedBlock = sm90::kPaddedBlock;
   // Boxes in which TMA loads b's tile: one a block where the cluster shares it.
   static constexpr int kNarrowBBoxes = kGated ? 2 : 1, kBBoxes = kNarrow ? kNarrowBBoxes : 2;
-  // Whether a cluster along M shares b by multicast. Narrow tiles do not, and lie along M only
-  // where they have all columns: side by side, one of two would have none. In FP8 ptxas would
-  // spill for that, and nobody asks for such products. Beside a b in MXFP4 clusters of FP8 lie
-  // along N and share a, of which a k-block has three times b's bytes.
-  static constexpr bool kMulticastB = !kNarrow && !(kDecodesB && kFp8),
-                        kLoneColumnAlongM = kNarrow && !kFp8;
+  // Whether a cluster along M shares b by multicast. Narrow tiles do not, and lie along M only where
+  // they have all columns: side by side, one of two would have none. In FP8 ptxas would spill for
+  // that, and nobody asks for such products.
+  static constexpr bool kMulticastB = !kNarrow, kLoneColumnAlongM = kNarrow && !kFp8;
 
   // Whether its k-blocks come before the first product's, see low_rank.cuh.
   static constexpr bool kLowRank = traits.low_rank, kLowRankFirst = kLowRank && kBlockScaled;
@@ -157,13 +155,10 @@ struct GemmConfig {
   // column, because TMA takes longer for twice as many lines of 32. An MN-major one has a k-block.
   static constexpr int kPackedK = kBMajor == Major::kK ? 128 : kTileK;
   static constexpr int kPackedBytes = kTileN * kPackedK / 2;
-  // Beside FP8 it has a k-block, and goes with a's stage.
-  static constexpr int kPackedStages = kFp8 ? int{traits.stages} : kBMajor == Major::kK ? 2 : 4;
+  static constexpr int kPackedStages = kBMajor == Major::kK ? 2 : 4;
   // Its scales are bfloat16: K-major a pair of them for each column and k-block, MN-major 64 for each
-  // 32 columns. Beside FP8 they are bytes, see mxfp4_distances.cuh.
-  static constexpr int kScaleBytes = kFp8                   ? kTileN * kPackedK / 32
-                                     : kBMajor == Major::kK ? 8 * kTileN
-                                                            : kTileN / 32 * 128;
+  // 32 columns.
+  static constexpr int kScaleBytes = kBMajor == Major::kK ? 8 * kTileN : kTileN / 32 * 128;
 
   // Rows of one epilogue buffer. A 16-bit K-grouped GEMM is bound by writing where groups are
   // small. There each warp's 16 rows are stored by themselves, all columns at once, so that
@@ -213,9 +208,8 @@ struct GemmConfig {
       "block scales of b are 1 x 128 in a K-grouped GEMM and 128 x 128 in an M-grouped one");
   static_assert(!kHalfStages || (kAMajor == Major::kMN && kBMajor == Major::kMN),
                 "half a line of K per stage needs operands that are dense along M and N");
-  static_assert(!kDecodesB || (!kKGrouped && !kElementwise && !kGathersRows),
-                "b in MXFP4 is the weight of an M-grouped GEMM");
-  static_assert(!kDecodesB || !kFp8 || kBMajor == Major::kK, "FP8 decodes a K-major b alone");
+  static_assert(!kDecodesB || (!kKGrouped && !kElementwise && !kFp8 && !kGathersRows),
+                "b in MXFP4 is the weight of an M-grouped GEMM in 16 bits");
   static_assert(
       kBMajor == Major::kK || kDecodesB || kTileN / kBBoxes % 64 == 0,
       "an M/N-major b is loaded in columns of 64: half a tile must be a multiple of that");

@@ -14,8 +14,6 @@ void run_low_rank(const Launch& launch, const GroupedGemm& gemm);
 // M-grouped GEMMs whose b is a weight w [E, N, K] in MXFP4, codes and scale_b as they are stored. The
 // output's columns are w's rows (kK, fprop) or its columns (kMN, dgrad). gemm_mxfp4.cu
 void run_mxfp4(const Launch& launch, const GroupedGemm& gemm, Major b_major);
-// Those in FP8 whose output's columns are w's rows, decoded by the GEMM. gemm_mxfp4_fp8.cu
-void run_mxfp4_fp8(const Launch& launch, const GroupedGemm& gemm);
 
 // fprop in BF16 of such a weight whose groups have few rows. gemm_mxfp4_few_rows.cu
 void run_mxfp4_few_rows(const Launch& launch, const GroupedGemm& gemm);

@@ -94,7 +94,7 @@ void launch_mxfp4(const Launch& launch, const GroupedGemm& gemm) {
              shape);
 }
 
-// Beside FP8, where run_mxfp4_fp8 is slower or cannot: e4m3 numbers are made before the GEMM.
+// Beside FP8: e4m3 numbers are made before the GEMM.
 GroupedGemm with_e4m3(const Launch& launch, GroupedGemm gemm, Major major) {
   const Tensor codes = vector_readable(as_dense(gemm.b), 2), scale = as_dense(*gemm.scale_b);
   const int64_t E = codes.size(0), N = codes.size(1), K = 2 * codes.size(2);
@@ -125,16 +125,7 @@ GroupedGemm with_numbers(GroupedGemm gemm, Major major) {
 }  // namespace
 
 void run_mxfp4(const Launch& launch, const GroupedGemm& in, Major major) {
-  if (in.scale_a) {
-    // Decoding takes longer beside the products than before them, but a pass takes all experts'
-    // weights. H100, 2026-11, bench_mxfp4's fprop: 256 rows an expert 0.66 of FP8's speed and 0.46 by a
-    // pass, 1024 rows 0.58 to 0.64 and 0.72.
-    // No number of rows takes the kernel until its last edits have run on a GPU: then 512 an expert.
-    constexpr int64_t most_rows = -1;
-    if (major == Major::kK && in.shape.T <= most_rows * in.shape.E)
-      return run_mxfp4_fp8(launch, in);
-    return sm90::run_grouped_gemm(launch, with_e4m3(launch, in, major));
-  }
+  if (in.scale_a) return sm90::run_grouped_gemm(launch, with_e4m3(launch, in, major));
   if (in.a.scalar_type() != ScalarType::BFloat16)
     return sm90::run_grouped_gemm(launch, with_numbers(in, major));
   const GroupedGemm gemm = gather_before(launch, in);

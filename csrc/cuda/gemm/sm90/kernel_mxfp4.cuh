@@ -247,7 +247,7 @@ struct Mxfp4LowRank {
 template <typename Config>
 struct Mxfp4LowRank<Config, true> {
   LowRankOperands operands;  // without b's map
-  const uint16_t* b;         // 16 bits, as a_low's
+  const uint16_t* b;         // bfloat16
   int64_t group_stride, col_stride, r_stride;
 };
 
@@ -264,12 +264,12 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
 
 // Stores a warpgroup's 64 columns of a tile. accum[4 j + 2 h + i] is of the operand's row lane / 4 + 8
 // h, and of row 8 j + 2 (lane % 4) + i of the tile.
-template <typename T, typename Config, typename Fragments>
+template <typename T, typename Config>
 __device__ __forceinline__ void store_part(float (&accum)[Config::kTileM / 2],
                                            SharedStorage<Config>& shared, const TensorMaps& maps,
                                            const EpilogueArguments& epilogue,
                                            const GemmShape& shape, const WorkTile& tile,
-                                           const Fragments& weight, int warpgroup) {
+                                           const WeightFragments<Config>& weight, int warpgroup) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int first = tile.col + weight.first_col(), second = tile.col + weight.second_col();
   if (epilogue.bias != nullptr) {

@@ -5,12 +5,13 @@
 #pragma once
 
 #include "cuda/common/pdl.cuh"
-#include "cuda/gemm/sm90/mxfp4_scales.cuh"
 #include "mxfp4_math.h"
 
 namespace grouped_linear::cuda::sm90 {
 
 constexpr int kE4m3Threads = 256;
+// Scales so many powers of two below their block's largest one have numbers that are all zero.
+constexpr uint32_t kFarBelow = 30, kNanBelow = 31;
 
 // codes [E, N, K / 2] and scale [E, N, K / 32], dense, to q [E, N, K] or its transpose [E, K, N], and
 // blocks [E, ceil(N / 128), ceil(K / 128)]. A block of threads has one of the latter.

@@ -19,49 +19,36 @@ __device__ __forceinline__ uint32_t bfloat16_of_scale(uint32_t byte) {
   return byte << 7 | (byte == 0 || byte == mxfp4::kNanScale ? 0x40 : 0);
 }
 
-// Scales of kScaleRows rows, kScaleBytesAtOnce of each: a thread block's. Zero outside of the weight.
-struct ScaleTile {
-  uint32_t words[kScaleRows][kScaleBytesAtOnce / 4 + 1];
-
-  __device__ void load(const uint8_t* scale, int64_t group, int N, int row_bytes) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int first_row = blockIdx.x * kScaleRows, first_byte = blockIdx.y * kScaleBytesAtOnce;
-#pragma unroll 4
-    for (int row = warp; row < kScaleRows; row += kScaleThreads / 32) {
-      const int64_t at = (group * N + first_row + row) * row_bytes + first_byte;
-#pragma unroll
-      for (int byte = lane; byte < kScaleBytesAtOnce; byte += 32) {
-        const bool inside = first_row + row < N && first_byte + byte < row_bytes;
-        reinterpret_cast<uint8_t*>(words[row])[byte] = inside ? scale[at + byte] : 0;
-      }
-    }
-    __syncthreads();
-  }
-};
-
-__device__ __forceinline__ bool has_rows(const int32_t* offs, int64_t group) {
-  return offs[group] > (group == 0 ? 0 : offs[group - 1]);
-}
-
 template <bool k_major>
 __global__ void __launch_bounds__(kScaleThreads)
     mxfp4_scales_kernel(const uint8_t* scale, const int32_t* offs, void* out, int N, int stride,
                         int row_bytes) {
-  __shared__ ScaleTile tile;
+  __shared__ uint32_t tile[kScaleRows][kScaleBytesAtOnce / 4 + 1];
   grid_dependency_wait();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_row = blockIdx.x * kScaleRows, first_byte = blockIdx.y * kScaleBytesAtOnce;
   const int64_t group = blockIdx.z;
-  if (!has_rows(offs, group)) return;
-  tile.load(scale, group, N, row_bytes);
-  const int row = threadIdx.x % kScaleRows, n = blockIdx.x * kScaleRows + row;
-  if (n >= N) return;
+  if (offs[group] <= (group == 0 ? 0 : offs[group - 1])) return;  // it has no rows
+#pragma unroll 4
+  for (int row = warp; row < kScaleRows; row += kScaleThreads / 32) {
+    const int64_t at = (group * N + first_row + row) * row_bytes + first_byte;
+#pragma unroll
+    for (int byte = lane; byte < kScaleBytesAtOnce; byte += 32) {
+      const bool inside = first_row + row < N && first_byte + byte < row_bytes;
+      reinterpret_cast<uint8_t*>(tile[row])[byte] = inside ? scale[at + byte] : 0;
+    }
+  }
+  __syncthreads();
+  const int row = threadIdx.x % kScaleRows;
+  if (first_row + row >= N) return;
   constexpr int item = k_major ? 2 : 1;
-  const int items = (row_bytes + item - 1) / item, first = blockIdx.y * kScaleBytesAtOnce / item;
+  const int items = (row_bytes + item - 1) / item, first = first_byte / item;
 #pragma unroll 4
   for (int i = threadIdx.x / kScaleRows; i < kScaleBytesAtOnce / item;
        i += kScaleThreads / kScaleRows) {
     if (first + i >= items) return;
-    const int64_t to = (group * items + first + i) * stride + n;
-    const uint32_t bytes = tile.words[row][i * item / 4] >> i * item % 4 * 8;
+    const int64_t to = (group * items + first + i) * stride + first_row + row;
+    const uint32_t bytes = tile[row][i * item / 4] >> i * item % 4 * 8;
     const uint32_t first_scale = bfloat16_of_scale(bytes & 0xff);
     if constexpr (k_major)
       static_cast<uint32_t*>(out)[to] = first_scale | bfloat16_of_scale(bytes >> 8 & 0xff) << 16;
@@ -69,8 +56,5 @@ __global__ void __launch_bounds__(kScaleThreads)
       static_cast<uint16_t*>(out)[to] = static_cast<uint16_t>(first_scale);
   }
 }
-
-// So many powers of two below the largest scale of a block all numbers are zero in e4m3.
-constexpr uint32_t kFarBelow = 30, kNanBelow = 31;
 
 }  // namespace grouped_linear::cuda::sm90

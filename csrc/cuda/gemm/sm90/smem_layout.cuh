@@ -109,20 +109,10 @@ struct TileBuffers {
                      [Config::kKGrouped && Config::kGathersRows ? Config::kTileK : 1];
 };
 
-// What FP8 beside a decoded b needs, see kernel_mxfp4_fp8.cuh.
-template <typename Config, bool is_fp8 = Config::kFp8>
-struct PromotionBuffers {
-  // The e4m3 numbers of codes without a sign, by the distance of their block's scale.
-  alignas(256) uint8_t numbers[32][8];
-  alignas(128) float factors[Config::kStages][Config::kTileM];  // of partial sums, for a's rows
-};
-template <typename Config>
-struct PromotionBuffers<Config, false> {};
-
 // Where math warps decode b, see kernel_mxfp4.cuh: the stages are a's, and packed tiles of b have a
-// ring of their own. In FP8 they go with a's stages, and need no barriers.
+// ring of their own.
 template <typename Config>
-struct TileBuffers<Config, true> : PromotionBuffers<Config> {
+struct TileBuffers<Config, true> {
   struct Stage {
     alignas(1024) uint8_t a[Config::kABytes];
   };
@@ -131,8 +121,7 @@ struct TileBuffers<Config, true> : PromotionBuffers<Config> {
   alignas(1024) uint8_t epilogue[Config::kMathWarpgroups][Config::kTileM * kSwizzleBytes];
   alignas(1024) uint8_t codes[Config::kPackedStages][Config::kPackedBytes];
   alignas(128) uint8_t scales[Config::kPackedStages][Config::kScaleBytes];
-  static constexpr int kPackedBarriers = Config::kFp8 ? 1 : Config::kPackedStages;
-  uint64_t packed_full[kPackedBarriers], packed_empty[kPackedBarriers];
+  uint64_t packed_full[Config::kPackedStages], packed_empty[Config::kPackedStages];
 };
 
 template <size_t bytes>

@@ -48,19 +48,15 @@ __device__ __forceinline__ uint32_t smem_descriptor_low(const void* pointer,
       GROUPED_LINEAR_D4(i + 12)
 #define GROUPED_LINEAR_D64 GROUPED_LINEAR_D16(0), GROUPED_LINEAR_D16(16)
 #define GROUPED_LINEAR_D128 GROUPED_LINEAR_D64, GROUPED_LINEAR_D16(32), GROUPED_LINEAR_D16(48)
-#define GROUPED_LINEAR_D96 GROUPED_LINEAR_D64, GROUPED_LINEAR_D16(32)
 #define GROUPED_LINEAR_D192 GROUPED_LINEAR_D128, GROUPED_LINEAR_D16(64), GROUPED_LINEAR_D16(80)
 #define GROUPED_LINEAR_D256 GROUPED_LINEAR_D192, GROUPED_LINEAR_D16(96), GROUPED_LINEAR_D16(112)
 #define GROUPED_LINEAR_R64                                                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define GROUPED_LINEAR_R96 \
-  GROUPED_LINEAR_R64       \
-  ", "                     \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define GROUPED_LINEAR_R128 \
-  GROUPED_LINEAR_R96        \
-  ", "                      \
+#define GROUPED_LINEAR_R128                                                          \
+  GROUPED_LINEAR_R64                                                                 \
+  ", "                                                                               \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define GROUPED_LINEAR_R192                                                          \
   GROUPED_LINEAR_R128                                                                \
@@ -123,53 +119,33 @@ __device__ __forceinline__ void wgmma(float (&d)[n / 2], uint64_t a, uint64_t b,
 #undef GROUPED_LINEAR_WGMMA
 }
 
-// d += a @ b.T, a 64 x n product over 16 elements of T, with a in registers: of a thread, of rows
-// lane / 4 and 8 below in turn, elements 2 (lane % 4) and the next, then the ones 8 further on.
-template <int n, typename T = __nv_bfloat16, int count>
+// d += a @ b.T, a 64 x n product over 16 elements of bfloat16, with a in registers: of a thread, of
+// rows lane / 4 and 8 below in turn, elements 2 (lane % 4) and the next, then the ones 8 further on.
+template <int n, int count>
 __device__ __forceinline__ void wgmma_registers(float (&d)[count], const uint32_t* a, uint64_t b) {
-  static_assert(n == 96 || n == 128 || n == 256);
-#define GROUPED_LINEAR_WGMMA_A(n, a0, a1, a2, a3, b_at, types)                                  \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." types " {" GROUPED_LINEAR_R##n \
-               "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b_at ", 1, 1, 1, 0;\n"                   \
-               : GROUPED_LINEAR_D##n                                                            \
+  static_assert(n == 128 || n == 256);
+#define GROUPED_LINEAR_WGMMA_A(n, a0, a1, a2, a3, b_at)                             \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #n                               \
+               "k16.f32.bf16.bf16 "                                                 \
+               "{" GROUPED_LINEAR_R##n "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b_at \
+                                       ", 1, 1, 1, 0;\n"                            \
+               : GROUPED_LINEAR_D##n                                                \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-  if constexpr (!std::is_same_v<T, __nv_bfloat16>) {
-    static_assert(n == 96, "FP16 is in a second product beside FP8 alone");
-    GROUPED_LINEAR_WGMMA_A(96, "%48", "%49", "%50", "%51", "%52", "f16.f16");
-  } else if constexpr (n == 96) {
-    GROUPED_LINEAR_WGMMA_A(96, "%48", "%49", "%50", "%51", "%52", "bf16.bf16");
-  } else if constexpr (n == 128) {
-    GROUPED_LINEAR_WGMMA_A(128, "%64", "%65", "%66", "%67", "%68", "bf16.bf16");
-  } else {
-    GROUPED_LINEAR_WGMMA_A(256, "%128", "%129", "%130", "%131", "%132", "bf16.bf16");
-  }
-}
+  if constexpr (n == 128)
+    GROUPED_LINEAR_WGMMA_A(128, "%64", "%65", "%66", "%67", "%68");
+  else
+    GROUPED_LINEAR_WGMMA_A(256, "%128", "%129", "%130", "%131", "%132");
 #undef GROUPED_LINEAR_WGMMA_A
-
-// d = (add ? d : 0) + a @ b.T, a 64 x 96 product over 32 elements in e4m3, with a in registers: of a
-// thread, of rows lane / 4 and 8 below in turn, elements 4 (lane % 4) to the third after it, then the
-// ones 16 further on.
-template <bool add>
-__device__ __forceinline__ void wgmma_registers_e4m3(float (&d)[48], const uint32_t* a,
-                                                     uint64_t b) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %53, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 {" GROUPED_LINEAR_R96
-      "}, {%48, %49, %50, %51}, %52, add, 1, 1;\n}\n"
-      : GROUPED_LINEAR_D96
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int{add}));
 }
 
 #undef GROUPED_LINEAR_WGMMA_N
 #undef GROUPED_LINEAR_R256
 #undef GROUPED_LINEAR_R192
 #undef GROUPED_LINEAR_R128
-#undef GROUPED_LINEAR_R96
 #undef GROUPED_LINEAR_R64
 #undef GROUPED_LINEAR_D256
 #undef GROUPED_LINEAR_D192
 #undef GROUPED_LINEAR_D128
-#undef GROUPED_LINEAR_D96
 #undef GROUPED_LINEAR_D64
 #undef GROUPED_LINEAR_D16
 #undef GROUPED_LINEAR_D4
