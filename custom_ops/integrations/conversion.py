@@ -92,10 +92,10 @@ class Conversion:
 def _errors(converted: list[ConvertedExperts]) -> str:
     """The smallest and the largest error, for the end of a path."""
     errors = [one.error for one in converted if one.error is not None]
-    ends = (
-        dict.fromkeys(f"{100 * end:.3g}%" for end in (min(errors), max(errors))) if errors else ()
-    )
-    return f", error {' to '.join(ends)}" if errors else ""
+    if not errors:
+        return ""
+    ends = dict.fromkeys(f"{100 * end:.3g}%" for end in (min(errors), max(errors)))
+    return f", error {' to '.join(ends)}"
 
 
 def lines_of(skipped: Mapping[str, str]) -> list[str]:

@@ -348,8 +348,6 @@ class KeepsFrozen(nn.Module):
             return
         if w.dtype == torch.int8 and getattr(scale, "dtype", None) == torch.float8_e8m0fnu:
             w = w.view(torch.uint8)  # MXFP4 as DeepSeek-V4's files have it
-        if w.dtype == torch.int8 and getattr(scale, "dtype", None) == torch.float8_e8m0fnu:
-            w = w.view(torch.uint8)  # MXFP4 as DeepSeek-V4's files have it
         storage = STORAGES["mxfp4" if w.dtype == torch.uint8 and scale is not None else "fp8"]
         storage = storage if frozen is None else frozen.storage
         if w.dtype == storage.values:
