@@ -1,6 +1,6 @@
 """Loss curves of torchtitan's Trainer: its own experts beside ours, on two processes or more.
 
-    torchrun --nproc-per-node 2 tests/torchtitan_losses.py
+    torchrun --nproc-per-node 2 -m benchmarks.torchtitan_losses
 
 DeepSeek-V3's debug model under FSDP2 of all processes and torchtitan's expert parallelism of two;
 with NCCL where there are two GPUs, else on the CPU with gloo. ``make torchtitan`` makes the
@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks import timing
 from grouped_linear import Float8BlockScaling, MXFP8BlockScaling
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support.titan import losses, prepare
 
 MODELS: dict[str, dict[str, Any] | None] = {
@@ -94,7 +95,7 @@ def report(curves: dict[str, list[float]], layers: int, device: torch.device, wr
     page = [
         "# torchtitan_losses",
         "Losses of torchtitan's Trainer with its own experts and with ours "
-        "(`torchrun --nproc-per-node 2 tests/torchtitan_losses.py`).",
+        "(`torchrun --nproc-per-node 2 -m benchmarks.torchtitan_losses`).",
         "\n".join(f"- {line}" for line in lines),
         timing.markdown(cells),
     ]

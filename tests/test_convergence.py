@@ -1,0 +1,129 @@
+"""benchmarks.convergence at a tiny size: pairs are pairs, and intervals are Student's."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import convergence, python_source
+from benchmarks.convergence_report import Interval, Record, recorded, runs_of, table
+
+pytest.importorskip("transformers", minversion="5.23")
+
+TEXT = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def data() -> python_source.Corpus:
+    return python_source.corpus(512, TEXT)
+
+
+def test_the_corpus_is_the_same_each_time(data: python_source.Corpus) -> None:
+    again = python_source.corpus(512, TEXT)
+    assert again.digest == data.digest
+    assert again.about == data.about
+    for part in (data.training, data.held_out):
+        assert part.dtype == torch.int16
+        assert 0 <= part.min() <= part.max() < 512
+    documents = list(python_source.distinct(TEXT))
+    texts = [{d.text for d in documents if d.is_held_out == out} for out in (False, True)]
+    assert texts[0].isdisjoint(texts[1])
+    assert sum(map(len, texts)) == len(documents)
+
+
+def test_lines_are_right_where_every_token_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    right_BS = torch.rand(40, 30, generator=generator) < 0.8
+    ends_BS = torch.rand(40, 30, generator=generator) < 0.2
+
+    def by_loops(right_S: Tensor, ends_S: Tensor) -> tuple[int, int]:
+        whole = whole_right = 0
+        begin = None  # of a line whose begin is in the sequence
+        for t, end in enumerate(ends_S.tolist()):
+            if end:
+                if begin is not None:
+                    whole += 1
+                    whole_right += bool(right_S[begin : t + 1].all())
+                begin = t + 1
+        return whole, whole_right
+
+    pairs = [by_loops(r, e) for r, e in zip(right_BS, ends_BS, strict=True)]
+    lines = convergence.lines_of(right_BS, ends_BS)
+    assert (lines.whole.item(), lines.right.item()) == tuple(map(sum, zip(*pairs, strict=True)))
+    assert lines.right > 20
+
+
+def test_every_batch_is_new_until_the_corpus_ends(data: python_source.Corpus) -> None:
+    scale = convergence.SCALES["tiny"]
+    pieces = 10
+    short = data._replace(training=torch.arange(pieces * scale.context + 5, dtype=torch.int16))
+    training = convergence.Training("bf16", scale, torch.device("cpu"), short, compiled=False)
+    for seed in (0, 1):
+        batches = list(training.batches(seed, 5))
+        again = list(training.batches(seed, 5))
+        assert all(map(torch.equal, batches, again))
+        first = torch.cat(batches)[:, 0] // scale.context
+        for epoch in first.split(pieces):
+            assert sorted(epoch.tolist()) == list(range(pieces))
+    assert not torch.equal(batches[0], next(training.batches(0, 5)))
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    rates = [convergence.rate(step, 200) for step in range(200)]
+    assert rates[0] == 0.1
+    assert rates[9] == rates[10] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0 < rates[-1] < 1e-4
+
+
+def test_intervals_are_students() -> None:
+    interval = Interval.of([1.0, 2.0, 4.0, 5.0, 8.0])
+    assert interval.mean == 4.0
+    deviation = math.sqrt((9 + 4 + 0 + 1 + 16) / 4)
+    assert interval.half == pytest.approx(2.776 * deviation / math.sqrt(5))
+    assert str(Interval.of([0.5])) == "+0.500"  # of one nothing is known
+
+    def row(mode: str, seed: int, held_out: float) -> Record:
+        return Record("c", 100, mode, seed, 1, 3.0, held_out, held_out / 10, held_out / 20, 7)
+
+    rows = [row("fp8", seed, 2.02) for seed in (1, 2, 3)] + [row("bf16", s, 2.0) for s in (0, 1, 2)]
+    _, bf16, fp8 = table(runs_of(rows))
+    assert bf16 == ["BF16", "3", "2.0000", "", "20.00", "", "10.00", "", "7"]
+    # Of seeds 1 and 2 alone.
+    assert fp8[3:] == ["+1.000 ± 0.000", "20.20", "+0.200 ± 0.000", "10.10", "+0.100 ± 0.000", "7"]
+
+
+def test_runs_are_paired_and_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = 12
+    scale = convergence.SCALES["tiny"]
+    tokens = steps * scale.batch * scale.context
+    call = ["--scale=tiny", "--no-compile", "--device=cpu", f"--tokens={tokens}"]
+    call += [f"--text={TEXT}", f"--output-dir={tmp_path}"]
+    modes = ["--modes", "bf16", "fp8", "both", "nudged", "e5m2_grad_output"]
+    convergence.main([*call, *modes, "--seeds=1"])
+    path = tmp_path / "convergence_cpu.csv"
+    first = recorded(path)
+    losses = {mode: [row.loss for row in first if row.mode == mode] for mode in modes[1:]}
+    for mode, curve in losses.items():
+        assert [row.step for row in first if row.mode == mode] == [3, 6, 9, 10, 12], mode
+        assert curve[-1] < curve[0] - 0.2, mode
+        # The same weights and batches, of which FP8 rounds the former by 2.6%.
+        assert curve[0] == pytest.approx(losses["bf16"][0], rel=1e-3), mode
+    assert losses["both"] == losses["fp8"]  # weights are quantized elsewhere, to the same numbers
+    assert losses["fp8"] != losses["bf16"] != losses["nudged"]
+
+    convergence.main([*call, "--modes", "bf16", "fp8", "--seeds=2"])
+    second = recorded(path)
+    assert second[: len(first)] == first
+    assert {(row.mode, row.seed) for row in second[len(first) :]} == {("bf16", 1), ("fp8", 1)}
+    assert second[-1].held_out != first[-1].held_out
+
+    capsys.readouterr()
+    convergence.main(["--report", "--device=cpu", f"--output-dir={tmp_path}"])
+    page = path.with_suffix(".md").read_text()
+    assert page in capsys.readouterr().out
+    assert "corpus " in page
+    assert "| FP8, gradients in e5m2 " in page
+    assert (tmp_path / f"convergence_cpu_{tokens / 1e6:g}M.png").stat().st_size > 10_000
