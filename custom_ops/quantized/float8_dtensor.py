@@ -1,4 +1,6 @@
-"""A DTensor of float8 on CPUs. Importing DTensor takes 0.5 s, so who needs it imports this.
+"""A DTensor of float8 that is sent as bytes.
+
+Importing DTensor takes 0.5 s, so who needs it imports this.
 
 State dicts have it, see :mod:`grouped_linear.quantized.state_dict`.
 """
@@ -12,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Float8DTensor(DTensor):
-    """Numbers that collectives send as bytes: on CPUs they know no float8.
+    """Numbers that collectives send as bytes: on CPUs they know no float8, on GPUs no e8m0.
 
     Pickles are those of a plain DTensor.
     """

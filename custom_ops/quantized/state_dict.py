@@ -39,9 +39,12 @@ def as_master(own: Any, w: Tensor) -> Tensor:
 
 
 def sent_as_bytes(q: Any) -> Any:
-    """A DTensor of float8 numbers or scales, gathered as bytes on CPUs; any other as it is."""
-    float8 = E4M3, torch.float8_e8m0fnu
-    if not is_dtensor(q) or q.dtype not in float8 or q.device.type != "cpu":
+    """A DTensor of float8, gathered as bytes where collectives do not know it; any other as it is.
+
+    Gloo knows no float8, and NCCL none of scales.
+    """
+    unknown = (E4M3, torch.float8_e8m0fnu) if q.device.type == "cpu" else (torch.float8_e8m0fnu,)
+    if not is_dtensor(q) or q.dtype not in unknown:
         return q
     from grouped_linear.quantized import float8_dtensor
 
