@@ -1,5 +1,6 @@
 """``python -m grouped_linear``: what is installed and what each op runs here."""
 
+import importlib.util
 import os
 import sys
 
@@ -23,7 +24,8 @@ def test_command_prints_the_report() -> None:
     assert rows["library"] == str(grouped_linear.loading.library_path())
     assert rows["Python"] == ".".join(map(str, sys.version_info[:3]))
     assert rows["torch"].startswith(torch.__version__)
-    assert rows["kernels"].startswith("CPU")
+    if importlib.util.find_spec("grouped_linear._host"):  # the optional pybind11 module
+        assert rows["kernels"].startswith("CPU")
     table = done.stdout.split("ops on cpu\n")[1].split("\n\n")[0]
     assert [line[2:18].strip() for line in table.splitlines()] == list(report.FAMILIES)
     assert "fails" not in table

@@ -202,32 +202,47 @@ def wgrad(
 # --- SwiGLU --------------------------------------------------------------------------------------
 
 
-def swiglu(gate_up: Tensor, offs_E: Tensor, form: dict[str, Any]) -> Output:
-    """Of h. Its bits are the same on every device; rows past the sum are zero."""
+def swiglu(
+    gate_up: Tensor, offs_E: Tensor, form: dict[str, Any], *, approximate: bool = False
+) -> Output:
+    """Of h. Its bits are the same on every device; rows past the sum are zero.
+
+    approximate: the sigmoid may be within 2^-17 instead, as in epilogues on Hopper.
+    """
     T, dtype = len(gate_up), gate_up.dtype
     gate_up = gate_up[: valid_rows(offs_E, T)].double()
     h = reference.swiglu(gate_up, **form)
-    gate, up, _, relative, _ = _parts(gate_up, form)
+    gate, up, _, relative, _ = _parts(gate_up, form, approximate)
     # beyond 83 sigmoid stays what it is there, 2^-119
     lost = relative * h.abs() + 2.0**-118 * (gate * up).abs()
-    return replace(_padded(h, rounded(h, lost, dtype), T, dtype), same_bits=True)
+    return replace(_padded(h, rounded(h, lost, dtype), T, dtype), same_bits=not approximate)
 
 
 def swiglu_grad(
-    dh_TK: Tensor, gate_up: Tensor, weight_T: Tensor, offs_E: Tensor, form: dict[str, Any]
+    dh_TK: Tensor,
+    gate_up: Tensor,
+    weight_T: Tensor,
+    offs_E: Tensor,
+    form: dict[str, Any],
+    *,
+    approximate: bool = False,
 ) -> list[Output]:
-    """Of d_gate_up, h and d_weight; the bits of the first two are the same on every device."""
+    """Of d_gate_up, h and d_weight; the bits of the first two are the same on every device.
+
+    approximate: as that of swiglu.
+    """
     T, dtype = gate_up.size(0), gate_up.dtype
     valid = valid_rows(offs_E, T)
     dh, gate_up, weight_T = (t[:valid].double() for t in (dh_TK, gate_up, weight_T))
     expected = reference.swiglu_grad(dh, gate_up, weight_T, **form)
-    gate, up, s, relative, of_slope = _parts(gate_up, form)
+    gate, up, s, relative, of_slope = _parts(gate_up, form, approximate)
     d = (weight_T[:, None] * dh).abs()
     lost = torch.zeros_like(gate_up)
     of_gate, of_up = reference.gate_and_up(lost, form.get("interleaved", False))
     # 1 + x * (1 - s) is near zero for some gates, and then loses relative to its parts; 1 - s is
     # within 2^-23, and 0 where x without the slope's factor of up to 3 is above 18
-    of_gate += 2.0**-23 * d * (up * s).abs() * of_slope.abs().clamp(max=3 * 18)
+    of_one_less = 2.0**-17 if approximate else 2.0**-23
+    of_gate += of_one_less * d * (up * s).abs() * of_slope.abs().clamp(max=3 * 18)
     of_gate += relative * d * (up * s).abs() * (1 + of_slope.abs() * (1 - s))
     of_up += relative * d * (gate * s).abs()
     # beyond 83 sigmoid stays what it is there, 2^-119
@@ -245,10 +260,10 @@ def swiglu_grad(
         for t, error in ((d_gate_up, lost), (weighted, of_weighted))
     )
     of_weight = _padded(d_weight, of_sum + 2.0**-24 * d_weight.abs(), T, FP32)
-    return [*(replace(output, same_bits=True) for output in of_both), of_weight]
+    return [*(replace(output, same_bits=not approximate) for output in of_both), of_weight]
 
 
-def _parts(gate_up: Tensor, form: dict[str, Any]) -> tuple[Tensor, ...]:
+def _parts(gate_up: Tensor, form: dict[str, Any], approximate: bool) -> tuple[Tensor, ...]:
     """The gate and up that are multiplied, sigmoid(x), its relative error, and x of the slope.
 
     1 / (1 + exp(-x)) is within 2^-21, x within 2^-24 or, with a cubic term, 5 * 2^-24, and the
@@ -260,7 +275,8 @@ def _parts(gate_up: Tensor, form: dict[str, Any]) -> tuple[Tensor, ...]:
     alpha, cubic = form.get("alpha", 1.0), form.get("cubic", 0.0)
     x, of_slope = (reference.scaled_gate(gate, alpha, n * cubic) for n in (1, 3))
     s = torch.sigmoid(x)
-    relative = 2.0**-20 + (3 if cubic else 1) * 2.0**-22 * x.abs() * (1 - s)
+    relative = 2.0**-17 if approximate else 2.0**-20
+    relative = relative + (3 if cubic else 1) * 2.0**-22 * x.abs() * (1 - s)
     return gate, up, s, relative, of_slope
 
 

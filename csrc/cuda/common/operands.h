@@ -33,15 +33,19 @@ inline Tensor with_aligned_rows(const Tensor& t) {
   return t.stride(1) == 1 && has_aligned_rows(t) ? t : dense_copy(t);
 }
 
-// The same for any number of dimensions, with elements that lie next to one another along `inner`.
-inline bool is_vector_readable(const Tensor& t, int64_t inner) {
+// Whether elements lie next to one another along `inner`, and all other steps are whole vectors.
+inline bool has_vector_strides(const Tensor& t, int64_t inner) {
   const auto sizes = t.sizes(), strides = t.strides();
   const int64_t item = item_size(t);
-  bool readable = is_aligned(t) && strides[inner] == 1;
+  bool whole = strides[inner] == 1;
   for (int64_t d = 0; d < t.dim(); ++d)
     if (d != inner && sizes[d] > 1)
-      readable = readable && strides[d] * item % 16 == 0 && strides[d] >= sizes[inner];
-  return readable;
+      whole = whole && strides[d] * item % 16 == 0 && strides[d] >= sizes[inner];
+  return whole;
+}
+// Whether t can be read along `inner` 16 bytes at a time.
+inline bool is_vector_readable(const Tensor& t, int64_t inner) {
+  return is_aligned(t) && has_vector_strides(t, inner);
 }
 inline Tensor vector_readable(const Tensor& t, int64_t inner) {
   return is_vector_readable(t, inner) ? t : dense_copy(t);

@@ -36,7 +36,8 @@ def expected(sample: Sample) -> Outputs:
     plain, form = gathered_before(sample), must.form_of(sample)
     dtype = plain["a"].dtype
     dh = must.gemm(plain["a"], plain["b"], plain["offs"], dtype).expected.to(dtype)
-    return [*must.swiglu_grad(dh, plain["gate_up"], plain["weight"], plain["offs"], form)]
+    others = (plain[name] for name in ("gate_up", "weight", "offs"))
+    return [*must.swiglu_grad(dh, *others, form, approximate=dtype == torch.bfloat16)]
 
 
 def mistakes(good: Sample) -> list[Arguments]:

@@ -26,9 +26,18 @@ void launch_elementwise(const Launch& launch, const TensorMaps& maps, const Grou
       launch, maps, gemm, {}, epilogue);
 }
 
-// Whether b is dense along `inner`, and TMA can read it as it is: a copy might be dense along K.
+// Whether b is dense along `inner`, and TMA can read such strides. Where its memory begins does not
+// matter: a result's bits must not depend on that, and the sigmoid of two ops is another one.
 bool is_dense_along(const Tensor& b, int64_t inner) {
-  return b.stride(inner) == 1 && (inner == 2 || b.stride(2) != 1) && is_vector_readable(b, inner);
+  return b.stride(inner) == 1 && (inner == 2 || b.stride(2) != 1) && has_vector_strides(b, inner);
+}
+
+// With a b that is dense along `inner` in aligned memory.
+GroupedGemm with_aligned_b(const GroupedGemm& gemm, int64_t inner) {
+  GroupedGemm aligned = gemm;
+  if (!is_aligned(gemm.b))
+    aligned.b = inner == 2 ? dense_copy(gemm.b) : transposed(dense_copy(transposed(gemm.b)));
+  return aligned;
 }
 
 }  // namespace
@@ -51,7 +60,7 @@ bool has_swiglu_grad(const GroupedGemm& gemm, const SwigluForm& form) {
 void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu) {
   const bool interleaved = swiglu.form.interleaved;
   const int64_t inner = interleaved ? 1 : 2;
-  const MGroupedMaps maps(launch, gemm, inner);
+  const MGroupedMaps maps(launch, with_aligned_b(gemm, inner), inner);
   EpilogueArguments linear = gemm.epilogue;
   linear.aligned = swiglu.keep_gate_up;  // whether there is an output for a tensor map
   if (interleaved) {
@@ -74,7 +83,7 @@ void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutpu
 void run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad) {
   const bool interleaved = grad.form.interleaved;
   const int64_t F = gemm.b.size(1), T = gemm.shape.T, inner = interleaved ? 2 : 1;
-  const MGroupedMaps maps(launch, gemm, inner);
+  const MGroupedMaps maps(launch, with_aligned_b(gemm, inner), inner);
   const Tensor gate_up = with_aligned_rows(grad.gate_up);
   const Tensor partial = new_tensor(maps.a, {F / kLine, T}, ScalarType::Float);
   EpilogueArguments linear = gemm.epilogue;
