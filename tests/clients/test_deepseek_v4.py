@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.integrations import finegrained_fp8
 
 from grouped_linear import Float8BlockScaling, MXFP8BlockScaling, Recipe, convert
 from support.compare import assert_same_bits, assert_same_tensors, bits
@@ -25,6 +26,8 @@ from support.adapters import (
     IDS,
     assert_close,
     config_of,
+    fp8_grouped_matmul,
+    fp8_linear,
     from_fp8_checkpoint,
     logits,
     randomize,
@@ -144,6 +147,32 @@ def test_adapters(folder: Path, weights: Any, tmp_path: Path) -> None:
     assert_close(*found, 1e-4)
     files = [load_file(tmp_path / str(i) / "adapter_model.safetensors") for i in (1, 2)]
     assert_same_tensors(files[0], files[1])
+
+
+def test_beside_linear_layers_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As published: they are transformers', whose kernels dequantize here. Saved, and adapters."""
+    monkeypatch.setattr(finegrained_fp8, "fp8_linear", fp8_linear)
+    monkeypatch.setattr(finegrained_fp8, "fp8_grouped_matmul", fp8_grouped_matmul)
+    source = write_checkpoint(tmp_path / "source", linear_in_fp8=True)
+    plain = dequantized(source, dtype=FP32)
+    for weights in (None, "mxfp4"):
+        model = packed(source, None, weights, dtype=FP32)
+        linear = [m for m in model.modules() if isinstance(m, finegrained_fp8.FP8Linear)]
+        assert len(linear) == 16
+        assert {m.weight.dtype for m in linear} == {torch.float8_e4m3fn}
+        assert_close({"": logits(model)}, {"": logits(plain)}, 1e-5)
+        saved = tmp_path / f"saved as {weights}"
+        packed(source, None, weights).save_pretrained(saved)
+        files = [load_file(path / "model.safetensors") for path in (saved, source)]
+        assert_same_tensors(*({n: bits(t) for n, t in file.items()} for file in files))
+        found = []
+        for one in (model, copy.deepcopy(plain)):
+            config = for_packed_experts(config_of(target_modules=["q_a_proj", "o_b_proj"]))
+            adapted = peft.get_peft_model(one, config)
+            use_grouped_adapters(adapted)
+            randomize(adapted)
+            found.append(results(adapted))
+        assert_close(*found, 1e-4)
 
 
 @pytest.mark.parametrize("weights", [None, "mxfp4"])

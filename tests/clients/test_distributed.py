@@ -16,15 +16,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from grouped_linear import Float8BlockScaling, convert
-from support.compare import assert_same_tensors
+from support import deepseek_v4
+from support.compare import assert_same_tensors, bits
 from support.devices import HAS_GPU, needs_two_gpus
 from support.gpt_oss import packed, write_checkpoint
 from support.processes import PROCESSES, Checks, Passes, device
 
 pytest.importorskip("accelerate")
-from transformers import MixtralConfig, MixtralForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, set_seed
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from grouped_linear.integrations.transformers import register
 from grouped_linear.parallel import AllGather
@@ -200,6 +202,31 @@ def check_mxfp4_checkpoint(rank: int, directory: Path) -> None:
         assert_same_tensors(files[0], files[1])
 
 
+def check_deepseek_v4_checkpoint(rank: int, directory: Path) -> None:
+    """Whole experts in MXFP4 on each process, as loaded and frozen; saved again."""
+    source = directory / "deepseek_v4"
+    if rank == 0:
+        deepseek_v4.write_checkpoint(source)
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:  # as on a GPU: transformers keeps few bits
+        patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+        whole, model = (
+            AutoModelForCausalLM.from_pretrained(source, **options)
+            for options in ({}, {"distributed_config": DistributedConfig(**SHARED, **EP)})
+        )
+    convert(whole.to(device()))
+    with torch.no_grad():
+        expected = whole(input_ids=ids()).logits
+    for weights in (None, "mxfp4"):
+        report = convert(model, weights=weights)
+        assert [c.num_experts for c in report.converted] == [4 // PROCESSES] * 2
+        compare_logits(model, expected)
+    model.save_pretrained(directory / "saved")  # gloo gathers bytes alone
+    dist.barrier()
+    files = [load_file(folder / "model.safetensors") for folder in (directory / "saved", source)]
+    assert_same_tensors(*({n: bits(t) for n, t in file.items()} for file in files))
+
+
 def compare_logits(model: Any, expected: Tensor) -> None:
     with torch.no_grad():
         logits = model(input_ids=ids()).logits
@@ -225,6 +252,7 @@ CHECKS: Checks = {
     "quantized": check_quantized,
     "fp8_checkpoint": check_fp8_checkpoint,
     "mxfp4_checkpoint": check_mxfp4_checkpoint,
+    "deepseek_v4_checkpoint": check_deepseek_v4_checkpoint,
     "refused": check_refused,
 }
 

@@ -240,3 +240,11 @@ def fp8_linear(x: Tensor, w: Tensor, scale: Tensor, block_size: Any, *_: Any) ->
     """A linear layer in FP8 without transformers' kernel for GPUs, which rounds x besides."""
     w = finegrained_fp8._dequantize_fp8_weight(w, scale, block_size, x.dtype)
     return nn.functional.linear(x, w)
+
+
+def fp8_grouped_matmul(
+    x: Tensor, w: Tensor, scale: Tensor, offsets: Tensor, _: Any, block_size: Any
+) -> Tensor:
+    """The same of each group's rows, which end at offsets."""
+    operands = zip(x.tensor_split(offsets[:-1].tolist()), w, scale, strict=True)
+    return torch.cat([fp8_linear(*of_group, block_size) for of_group in operands])
