@@ -12,13 +12,14 @@
 // which all warps go together.
 //
 //   role     warps     waits for                            signals
-//   math     0 to 13   its own copies, ordered[slot]        empty[slot], after the last use
-//   loader   14        empty[slot]                          loaded[slot]
-//   orderer  15        loaded[slot]                         ordered[slot]
+//   math     0 to 15   its own copies, ordered[slot]        empty[slot], after the last use
+//   loader   16        empty[slot]                          loaded[slot]
+//   orderer  17        loaded[slot]                         ordered[slot]
 //
 // Floor: the packed bytes at the speed of memory, 12 bytes a cycle of each SM. A warp decodes 256
-// codes with some 30 instructions, a scheduler has 44 cycles for them. Reached: 0.66, 0.83 and 0.65 of
-// a copy of as many bytes for 1, 8 and 64 tokens (docs/notes/mxfp4.md).
+// codes with some 30 instructions, a scheduler has 44 cycles for them. Reached: 0.68, 0.65 and 0.71
+// of a copy of as many bytes for 1, 8 and 64 tokens. Instructions are what limits it, of which a
+// scheduler issues 0.6 a cycle (docs/notes/mxfp4.md).
 //
 // K is summed in one accumulator, 16 numbers at a time, as wgmma does it: a row has the bits that
 // kernel_mxfp4.cuh gives it. Inside of the 16 any order will do, for a tensor core aligns all 16
@@ -36,7 +37,7 @@
 
 namespace grouped_linear::cuda::sm90::few_rows {
 
-constexpr int kMathWarps = 14, kThreads = 32 * (kMathWarps + 2);
+constexpr int kMathWarps = 16, kThreads = 32 * (kMathWarps + 2);
 constexpr int kTileRows = 16, kTileCols = 16;
 constexpr int kPieceRows = 8;    // of a: the columns of one mma
 constexpr int kStageBlocks = 8;  // a stage has so many scale blocks along K
@@ -50,8 +51,9 @@ struct SharedStorage {
   GroupTable groups;
   // As the loader writes it: eight lines of a. In mma's order: of each block 16 bytes a lane.
   uint4 rows[kRowSlots][kStageBlocks][32];
-  // Eight lines that follow one another begin in different banks.
-  uint8_t codes[kMathWarps][kStages][kTileCols][kStageK / 2 + 16];
+  // Piece i of 16 bytes of line j is at i ^ j % 8, so that those of eight lines lie in different
+  // banks.
+  alignas(128) uint8_t codes[kMathWarps][kStages][kTileCols][kStageK / 2];
   uint8_t scales[kMathWarps][kScaleSlots][kTileCols][kScaleBytes];
   uint64_t loaded[kRowSlots], ordered[kRowSlots], empty[kRowSlots];
 };
@@ -79,7 +81,7 @@ class Waves {
   __device__ Waves(const GroupTable& groups, const GemmShape& shape)
       : groups_(groups), shape_(shape) {
     const int64_t tiles = groups.tile_end[shape.E - 1];
-    tile_ = static_cast<int>(tiles * blockIdx.x / gridDim.x);
+    first_ = tile_ = static_cast<int>(tiles * blockIdx.x / gridDim.x);
     end_ = static_cast<int>(tiles * (blockIdx.x + 1) / gridDim.x);
     enter_group();
   }
@@ -93,8 +95,8 @@ class Waves {
     else
       enter_group();
   }
-  __device__ bool has_tile(int warp) const { return warp < count_; }
-  __device__ int tile_col(int warp) const { return (col_ + warp) * kTileCols; }
+  __device__ bool has_tile(int warp) const { return number(warp) < count_; }
+  __device__ int tile_col(int warp) const { return (col_ + number(warp)) * kTileCols; }
   __device__ int row_end() const { return min(row + kTileRows, group_row_end_); }
   __device__ int pieces() const { return row_end() - row > kPieceRows ? 2 : 1; }
 
@@ -102,6 +104,11 @@ class Waves {
   bool first = true, last;  // of the waves that find the same rows of a in shared memory
 
  private:
+  // Warps take the block's tiles in turn, from group to group.
+  __device__ int number(int warp) const {
+    const int n = warp - turn_;
+    return n < 0 ? n + kMathWarps : n;
+  }
   __device__ void enter_group() {
     if (!more()) return;
     group = groups_.group_of_tile(tile_, shape_.E);
@@ -122,13 +129,14 @@ class Waves {
       room = width - rest % width;
     }
     count_ = min(room, group_end_ - tile_);
+    turn_ = (tile_ - first_) % kMathWarps;
     last = row_tiles > 1 || tile_ + count_ == group_end_ ||
            ceil_div(shape_.K, kStageK) * pieces() > kRowSlots;
   }
 
   const GroupTable& groups_;
   const GemmShape& shape_;
-  int tile_, end_, group_end_, group_row_end_, col_, count_;
+  int tile_, first_, end_, group_end_, group_row_end_, col_, count_, turn_;
 };
 
 struct RowSlot {
@@ -221,7 +229,7 @@ class WeightLoader {
         to_scales_(smem_address(
             &shared.scales[threadIdx.x / 32][0][threadIdx.x % 32 / 2][threadIdx.x % 2 * 16])) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    to_codes_ = smem_address(&shared.codes[warp][0][lane / 8][lane % 8 * 16]);
+    to_codes_ = smem_address(&shared.codes[warp][0][lane / 8][(lane % 8 ^ lane / 8) * 16]);
     begin_tile();
   }
 
@@ -232,8 +240,10 @@ class WeightLoader {
       const int lane = threadIdx.x % 32, blocks = blocks_ - block_;
       if (lane % 8 < blocks) {
         const uint32_t to = to_codes_ + stage * (kTileCols * line);
+        // Of lines that are four apart, pieces are four apart.
 #pragma unroll
-        for (int i = 0; i < 4; ++i) copy_codes(to + 4 * i * line, codes_ + 4 * i * in_.row_stride);
+        for (int i = 0; i < 4; ++i)
+          copy_codes((i % 2 == 0 ? to : to ^ 64) + 4 * i * line, codes_ + 4 * i * in_.row_stride);
       }
       if (block_ % (kScaleStages * kStageBlocks) == 0) {
         const int past = static_cast<int>(scale_ % 16), piece = lane % 2 * 16;
@@ -293,6 +303,12 @@ __device__ __forceinline__ bool any_above_128(uint32_t bytes) {
   return (((bytes & 0x7f7f7f7f) + 0x7f7f7f7f) & bytes & 0x80808080) != 0;
 }
 
+__device__ __forceinline__ uint32_t ld_shared_uint(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
 // A scale as bfloat16, twice.
 __device__ __forceinline__ uint32_t scale_pair(uint32_t byte) {
   return (byte << 7 | (byte == 0 || byte == mxfp4::kNanScale ? 0x40 : 0)) * 0x10001;
@@ -311,7 +327,7 @@ class Accumulators {
 
   // Of one stage. codes and the scales are those of the thread's rows lane / 4 and 8 below. is_large:
   // whether a scale is above 2, which has no business in a model's weight.
-  __device__ __forceinline__ void multiply(const uint8_t* codes, const uint8_t* first_scales,
+  __device__ __forceinline__ void multiply(uint32_t codes, const uint8_t* first_scales,
                                            const uint8_t* second_scales,
                                            const uint4* const (&rows)[pieces], int blocks,
                                            bool is_large) {
@@ -377,16 +393,16 @@ class Accumulators {
  private:
   // Of eight bytes of a row's codes, a thread takes two.
   template <typename Scale>
-  __device__ __forceinline__ void multiply_block(const uint8_t* codes,
-                                                 const uint4* const (&rows)[pieces], int block,
-                                                 const Scale& scale) {
+  __device__ __forceinline__ void multiply_block(uint32_t codes, const uint4* const (&rows)[pieces],
+                                                 int block, const Scale& scale) {
     constexpr int eight_lines = 8 * sizeof(SharedStorage::codes[0][0][0]);
+    const uint32_t at = codes ^ block * 16;
     const uint32_t selector = threadIdx.x % 2 == 0 ? 0x5140 : 0x7362;
     uint32_t w[2][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto from = reinterpret_cast<const uint32_t*>(codes + block * 16 + half * 8);
-      decode(prmt(from[0], from[eight_lines / 4], selector), w[half]);
+      const uint32_t from = at + half * 8;
+      decode(prmt(ld_shared_uint(from), ld_shared_uint(from + eight_lines), selector), w[half]);
       scale(w[half]);
     }
 #pragma unroll
@@ -435,6 +451,9 @@ __device__ void multiply_tiles(SharedStorage& shared, const Operands& in,
     __syncwarp();
     if (lane == 0) mbarrier_arrive(&shared.empty[slot]);
   };
+  // Block 0 of this thread's lines; lines eight apart are swizzled alike.
+  const uint32_t words =
+      smem_address(&shared.codes[warp][0][lane / 4][lane / 4 * 16 + lane / 2 % 2 * 4]);
   RowSlot rows_begin;
   int stage = 0, scale_slot = 0;
 #pragma unroll 1
@@ -477,8 +496,8 @@ __device__ void multiply_tiles(SharedStorage& shared, const Operands& in,
           slots[i] = at.slot;
           rows[i] = &shared.rows[at.slot][0][lane];
         }
-        sums.multiply(&shared.codes[warp][stage][lane / 4][lane / 2 % 2 * 4], first_scales,
-                      second_scales, rows, blocks - block, is_large);
+        sums.multiply(words + stage * sizeof(shared.codes[0][0]), first_scales, second_scales, rows,
+                      blocks - block, is_large);
         first_scales += kStageBlocks, second_scales += kStageBlocks;
         __syncwarp();
         if (waves.last) {
