@@ -6,6 +6,7 @@
 
 #include "cuda/common/elements.cuh"
 #include "cuda/common/fp8.cuh"
+#include "cuda/common/groups.cuh"
 #include "cuda/common/pdl.cuh"
 #include "layout.h"
 #include "mxfp4_math.h"
@@ -24,11 +25,15 @@ __global__ void __launch_bounds__(kMxfp4Threads)
   grid_dependency_wait();
   constexpr int kWords = kMxfp4Elements * sizeof(Element) / 4, kVectors = kWords / 4;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kMxfp4Threads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kMxfp4Threads + threadIdx.x; i < threads;
-       i += stride) {
-    uint32_t words[kWords];
+  const int lane = threadIdx.x % 32;
+  // Whole warps go on, so that all lanes shuffle: the last one's last lanes have zeros.
+  for (int64_t first = int64_t{blockIdx.x} * kMxfp4Threads + threadIdx.x - lane; first < threads;
+       first += stride) {
+    const int64_t i = first + lane;
+    const bool inside = i < threads;
+    uint32_t words[kWords] = {};
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kVectors && inside; ++v) {
       const uint4 read = reinterpret_cast<const uint4*>(w)[i * kVectors + v];
       words[4 * v] = read.x, words[4 * v + 1] = read.y;
       words[4 * v + 2] = read.z, words[4 * v + 3] = read.w;
@@ -41,17 +46,17 @@ __global__ void __launch_bounds__(kMxfp4Threads)
       x[e] = Format<Element>::to_float(Word<Element>::bits(words[e / kOfWord], e % kOfWord));
       amax = max(amax, __float_as_uint(x[e]) & 0x7fffffffu);
     }
-    // The threads of a block are neighbours, and all of them are here or none.
-    const uint32_t here = __activemask();
-    amax = max(amax, __shfl_xor_sync(here, amax, 1));
-    amax = max(amax, __shfl_xor_sync(here, amax, 2));
+    // The threads of a block are neighbours.
+    amax = max(amax, __shfl_xor_sync(kFullWarp, amax, 1));
+    amax = max(amax, __shfl_xor_sync(kFullWarp, amax, 2));
     const uint32_t of_block = mxfp4::scale_of(__uint_as_float(amax));
     uint32_t codes = 0;
 #pragma unroll
     for (int e = 0; e < kMxfp4Elements; e += 2)
       codes |= mxfp4::encode_pair(x[e], x[e + 1], of_block) << (4 * e);
-    q[i] = codes;
-    if (i % kThreadsOfBlock == 0) scale[i / kThreadsOfBlock] = static_cast<uint8_t>(of_block);
+    if (inside) q[i] = codes;
+    if (inside && i % kThreadsOfBlock == 0)
+      scale[i / kThreadsOfBlock] = static_cast<uint8_t>(of_block);
   }
 }
 

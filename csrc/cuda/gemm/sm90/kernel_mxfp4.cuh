@@ -316,6 +316,7 @@ __device__ __forceinline__ void store_part(float (&accum)[Config::kTileM / 2],
                          rows.c1 + row, rows.c2, rows.kOrigin);
         bulk_commit();
       }
+      __syncwarp();
       return;
     }
   }
