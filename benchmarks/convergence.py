@@ -2,12 +2,14 @@
 
     python -m benchmarks.convergence --seeds 5 --tokens 100e6
     python -m benchmarks.convergence --modes bf16 fp8 bf16_wgrad e5m2 --seeds 3
+    python -m benchmarks.convergence --modes bf16 fp8 --seeds 1 --tokens 1e9 --together
     python -m benchmarks.convergence --report          # the page and pictures of what is recorded
 
 A model of Qwen3's form (transformers' Qwen3MoeForCausalLM) learns the Python source that is
 installed, byte-level BPE tokens of it. A seed decides the initial weights and the order of batches,
-so runs of one seed differ by the mode alone. Each GPU trains one run at a time. A finished run is
-appended to the CSV at once, and recorded runs are not trained again: several calls add up.
+so runs of one seed differ by the mode alone. Each GPU trains one run at a time; with `--together`
+all train one, each a batch of each step. A finished run is appended to the CSV at once, and
+recorded runs are not trained again: several calls add up.
 
 Parameters are in float32 and products in BF16 by autocast, in every mode; `convert` has the experts
 computed here. B sequences of S tokens.
@@ -20,12 +22,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -82,6 +85,9 @@ class Scale:
     learning_rate: float = 1e-3
     text: int | None = None
     """Characters of the corpus; None for all."""
+
+    def tokens_of_step(self, processes: int) -> int:
+        return self.batch * processes * self.context
 
 
 SCALES = {
@@ -191,6 +197,9 @@ class Training:
         self, mode: str, scale: Scale, device: torch.device, data: Corpus, compiled: bool
     ) -> None:
         self.mode, self.scale, self.device, self.corpus = mode, scale, device, data.digest
+        self.rank, self.processes = 0, 1
+        if dist.is_initialized():
+            self.rank, self.processes = dist.get_rank(), dist.get_world_size()
         self.model = new_model(scale, 0, device)
         convert(self.model, **MODES[mode])
         torch._dynamo.reset()  # nothing of another mode's
@@ -204,7 +213,7 @@ class Training:
 
     def run(self, seed: int, tokens: int) -> list[Record]:
         """Train once."""
-        steps = tokens // (self.scale.batch * self.scale.context)
+        steps = tokens // self.scale.tokens_of_step(self.processes)
         self.model.load_state_dict(new_model(self.scale, seed, self.device).state_dict())
         if self.mode == "nudged":
             with torch.no_grad():
@@ -222,7 +231,8 @@ class Training:
             for group in optimizer.param_groups:
                 group["lr"] = self.scale.learning_rate * rate(step, steps)
             objective, loss, _ = self.forward(ids_BS)
-            objective.backward()
+            (objective / self.processes).backward()
+            self.add_up(p.grad for p in self.model.parameters())
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -230,12 +240,15 @@ class Training:
             done = step + 1
             evaluated = done * EVALUATIONS // steps > step * EVALUATIONS // steps
             if done % EVERY == 0 or evaluated:
-                recent: Any = torch.stack(losses[-EVERY:]).mean()  # read at the end
+                recent: Any = (
+                    torch.stack(losses[-EVERY:]).mean() / self.processes
+                )  # read at the end
+                self.add_up([recent])
                 row = Record(self.corpus, tokens, self.mode, seed, done, recent)
                 if evaluated:
                     synchronize(self.device)
                     timed += time.perf_counter() - begin
-                    speed = (done - first) * ids_BS.numel() / timed
+                    speed = (done - first) * ids_BS.numel() * self.processes / timed
                     row = row._replace(tokens_per_second=round(speed), **self.evaluate())
                     begin = time.perf_counter()
                 rows.append(row)
@@ -243,15 +256,22 @@ class Training:
 
     def batches(self, seed: int, steps: int) -> Iterator[Tensor]:
         """The corpus in pieces, each once before any twice, in an order that the seed decides."""
-        B, S = self.scale.batch, self.scale.context
+        B, S = self.scale.batch * self.processes, self.scale.context
         pieces = len(self.training) // S
         generator = torch.Generator().manual_seed(seed)
         epochs = -(-steps * B // pieces)
         order = torch.cat([torch.randperm(pieces, generator=generator) for _ in range(epochs)])
         start = S * order[: steps * B].to(self.device)
         for start_B in start.split(B):
-            position = start_B[:, None] + torch.arange(S, device=self.device)
+            own_B = start_B[self.rank :: self.processes]
+            position = own_B[:, None] + torch.arange(S, device=self.device)
             yield self.training[position].long()
+
+    def add_up(self, tensors: Iterable[Any]) -> None:
+        """Sum each over the processes that train one model."""
+        if self.processes > 1:
+            for t in tensors:
+                dist.all_reduce(t)
 
     def evaluate(self) -> dict[str, float]:
         """Of the held-out text: loss, share of tokens, and of lines, that are the first choice."""
@@ -327,11 +347,19 @@ class Work:
     path: Path
     corpus: Path
     until: float
+    processes: int
+    together: bool
     todo: Any
     lock: Any
 
     def take(self, mode: str | None, needed: float) -> tuple[str, int] | None:
         """The next run, of this mode where one is left, or None; also where time is short."""
+        run = [None if self.together and dist.get_rank() else self._take(mode, needed)]
+        if self.together:
+            dist.broadcast_object_list(run, device=torch.device("cpu"))
+        return run[0]
+
+    def _take(self, mode: str | None, needed: float) -> tuple[str, int] | None:
         with self.lock:
             if not self.todo or time.time() + needed > self.until:
                 return None
@@ -353,6 +381,10 @@ def train(index: int, work: Work) -> None:
     torch.use_deterministic_algorithms(True)
     torch._inductor.config.deterministic = True  # else it times kernels and takes the faster
     torch.utils.deterministic.fill_uninitialized_memory = False  # our kernels write all they return
+    if work.together:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        meeting = f"file://{work.corpus}.meeting"
+        dist.init_process_group(backend, meeting, rank=index, world_size=work.processes)
     data = Corpus(*torch.load(work.corpus, mmap=True))
     training: Training | None = None
     mode, needed = None, 0.0
@@ -366,17 +398,20 @@ def train(index: int, work: Work) -> None:
         else:
             compiling = False
         rows = training.run(seed, work.tokens)
-        work.add(rows)
-        last = rows[-1]
-        print(
-            f"{mode:16} seed {seed}  loss {rows[0].loss:.3f} {last.loss:.4f}  "
-            f"held out {last.held_out:.5f}  {last.tokens_per_second:,} tokens/s  "
-            f"{time.time() - begin:.0f} s" + (" with compiling" if compiling else ""),
-            flush=True,
-        )
         needed = time.time() - begin
+        if training.rank == 0:
+            work.add(rows)
+            first, last = rows[0], rows[-1]
+            print(
+                f"{mode:16} seed {seed}  loss {first.loss:.3f} {last.loss:.4f}  "
+                f"held out {last.held_out:.5f}  {last.tokens_per_second:,} tokens/s  "
+                f"{needed:.0f} s" + (" with compiling" if compiling else ""),
+                flush=True,
+            )
     if device.type == "cuda":
         print(f"GPU {index}: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
+    if work.together:
+        dist.destroy_process_group()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -397,9 +432,12 @@ def train_all(options: argparse.Namespace, path: Path, device: torch.device) -> 
         sys.exit(f"convergence: only {len(data.held_out)} tokens are held out: take more --text")
     tokens = int(options.tokens)
     key = data.digest, tokens
-    done = {(r.mode, r.seed) for r in report.recorded(path) if (r.corpus, r.tokens) == key}
+    last = {(r.mode, r.seed): r.step for r in report.recorded(path) if (r.corpus, r.tokens) == key}
+    steps = tokens // scale.tokens_of_step(options.processes if options.together else 1)
+    if set(last.values()) - {steps}:
+        sys.exit(f"convergence: {path} has runs of as many tokens in other than {steps} steps")
     todo = [(mode, seed) for seed in range(options.seeds) for mode in options.modes]
-    todo = [run for run in todo if run not in done]
+    todo = [run for run in todo if run not in last]
     about = [*timing.machine(device), *data.about, timing.command("convergence")]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -410,14 +448,21 @@ def train_all(options: argparse.Namespace, path: Path, device: torch.device) -> 
     with tempfile.TemporaryDirectory() as folder, torch.multiprocessing.Manager() as manager:
         saved = Path(folder) / "corpus.pt"
         torch.save(tuple(data), saved)
-        until = begin + options.seconds
-        shared = manager.list(todo), manager.Lock()
         work = Work(
-            options.scale, tokens, options.compile, options.device, path, saved, until, *shared
+            options.scale,
+            tokens,
+            options.compile,
+            options.device,
+            path,
+            saved,
+            begin + options.seconds,
+            options.processes,
+            options.together,
+            manager.list(todo),
+            manager.Lock(),
         )
-        gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-        if gpus > 1:
-            torch.multiprocessing.spawn(train, (work,), gpus)
+        if options.processes > 1:
+            torch.multiprocessing.spawn(train, (work,), options.processes)
         else:
             train(0, work)
 
@@ -434,10 +479,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     option("--scale", choices=SCALES, default="small")
     option("--text", type=int, help="characters of the corpus (default: all)")
     option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    option("--processes", type=int, help="one a GPU (default: as many as there are)")
+    option("--together", action="store_true", help="all train one run, with a batch from each")
     option("--compile", action=argparse.BooleanOptionalAction, default=True)
     option("--output-dir", type=Path, default=timing.RESULTS)
     option("--report", action="store_true", help="train nothing; write page and pictures")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.processes is None:
+        options.processes = torch.cuda.device_count() if options.device == "cuda" else 1
+    options.together &= options.processes > 1
+    return options
 
 
 if __name__ == "__main__":

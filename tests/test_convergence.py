@@ -1,6 +1,7 @@
 """benchmarks.convergence at a tiny size: pairs are pairs, and intervals are Student's."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,25 @@ def test_runs_are_paired_and_add_up(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "corpus " in page
     assert "| FP8, gradients in e5m2 " in page
     assert (tmp_path / f"convergence_cpu_{tokens / 1e6:g}M.png").stat().st_size > 10_000
+
+
+@pytest.mark.nightly
+def test_processes_train_one_model_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two with a batch each have the losses of one with both, but for experts' balance in each."""
+    tiny = convergence.SCALES["tiny"]
+    tokens = 12 * 2 * tiny.batch * tiny.context
+    call = ["--scale=tiny", "--no-compile", "--device=cpu", f"--tokens={tokens}", "--seeds=1"]
+    call += [f"--text={TEXT}", "--modes", "bf16", "both", "--output-dir"]
+    convergence.main([*call, str(tmp_path / "two"), "--processes=2", "--together"])
+    monkeypatch.setitem(convergence.SCALES, "tiny", replace(tiny, batch=2 * tiny.batch))
+    convergence.main([*call, str(tmp_path / "one")])
+    two, one = (recorded(tmp_path / name / "convergence_cpu.csv") for name in ("two", "one"))
+    assert [row[:5] for row in two] == [row[:5] for row in one]
+    for a, b in zip(two, one, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-3)
+
+    monkeypatch.setitem(convergence.SCALES, "tiny", tiny)
+    with pytest.raises(SystemExit, match="in other than 24 steps"):
+        convergence.main([*call, str(tmp_path / "one")])
