@@ -90,9 +90,10 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor weight, Tensor offs, "
       "float amax_epsilon=0.0, bool power_of_two_scales=True, bool rowwise=True, "
       "bool columnwise=False, bool bias_grad=False, bool h_columnwise=False, "
-      "bool share_h_scales=False, float alpha=1.0, float beta=0.0, float? limit=None, "
-      "bool interleaved=False, float cubic=0.0) -> (Tensor q, Tensor scale, Tensor q_t, "
-      "Tensor scale_t, Tensor bias_grad, Tensor h_t, Tensor scale_h_t, Tensor d_weight)");
+      "bool keep_h=False, bool share_h_scales=False, float alpha=1.0, float beta=0.0, "
+      "float? limit=None, bool interleaved=False, float cubic=0.0) -> (Tensor q, Tensor scale, "
+      "Tensor q_t, Tensor scale_t, Tensor bias_grad, Tensor h_t, Tensor scale_h_t, Tensor h, "
+      "Tensor d_weight)");
   m.def("group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType out_dtype) -> Tensor");
   m.def(
       "group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, "

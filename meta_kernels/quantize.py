@@ -122,7 +122,7 @@ def group_quantize_swiglu(rules: Rules, c: Any) -> tuple[Tensor, ...]:
 
 @fake
 def group_quantize_swiglu_grad(rules: Rules, c: Any) -> tuple[Tensor, ...]:
-    """dh [T, K] -> q, scale, q_t, scale_t, bias_grad of d_gate_up; h_t, scale_h_t; d_weight."""
+    """dh [T, K] -> q, scale, q_t, scale_t, bias_grad of d_gate_up; of h; d_weight."""
     T, K, E = _check_swiglu_grad(rules, c)
     rules.epsilon()
     rules.layouts()
@@ -130,7 +130,8 @@ def group_quantize_swiglu_grad(rules: Rules, c: Any) -> tuple[Tensor, ...]:
     d_gate_up = _quantized(c.dh, T, 2 * K, E, c.rowwise, c.columnwise)
     bias_grad = output_if(c.bias_grad, c.dh, (E, 2 * K), torch.float32)
     _, _, h_t, scale_h_t = _quantized(c.dh, T, K, E, False, c.h_columnwise)
-    return (*d_gate_up, bias_grad, h_t, scale_h_t, c.weight.new_empty((T,)))
+    h = c.dh.new_empty((T, K) if c.keep_h else (0,))
+    return (*d_gate_up, bias_grad, h_t, scale_h_t, h, c.weight.new_empty((T,)))
 
 
 @fake

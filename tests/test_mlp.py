@@ -26,7 +26,7 @@ from grouped_linear import (
     update_scales,
 )
 from grouped_linear.autograd.routing import ChosenRows, CombineFunction, GatherFunction
-from grouped_linear.recipes import Layouts, quantize_for_gemms
+from grouped_linear.recipes import Layouts, quantize_for_gemms, recipe_of_wgrad
 from grouped_linear.recipes.quantize import quantize_tokens
 from support import reference
 from support.calls import Calls
@@ -70,8 +70,25 @@ EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 Leaves = list[Tensor]
 
 
-def leaves_of(experts_TC: Tensor, device: str, dtype: torch.dtype, kind: str = "plain") -> Leaves:
-    return drawn_leaves(experts_TC.shape, *KINDS[kind], device, dtype)
+def leaves_of(
+    experts_TC: Tensor, device: str, dtype: torch.dtype, kind: str = "plain", features: int = F
+) -> Leaves:
+    return drawn_leaves(experts_TC.shape, *KINDS[kind], device, dtype, features)
+
+
+def run_composed(
+    experts_TC: Tensor, recipe: Recipe, leaves: Leaves, kind: str = "plain"
+) -> list[Tensor]:
+    """Of a recipe of formats that are functions, by which nothing is fused and no row gathered.
+
+    Down's gradient is that of a wgrad in 16 bits, where sizes choose it.
+    """
+    results = run(ours(experts_TC, composed(recipe), None, kind), leaves)
+    x_TH, down = leaves[0], leaves[3]
+    of_down = recipe_of_wgrad(recipe, x_TH.dtype, down.size(-1))
+    if of_down is not recipe:
+        results[4] = run(ours(experts_TC, composed(of_down), None, kind), leaves)[4]
+    return results
 
 
 def truth(experts_TC: Tensor, kind: str = "plain") -> Callable[..., Tensor]:
@@ -177,7 +194,7 @@ def test_fused_is_unfused(routing: str, kind: str, dtype: torch.dtype, device: s
     experts = ROUTINGS[routing].to(device)
     leaves = leaves_of(experts, device, dtype, kind)
     actual = run(ours(experts, Float8BlockScaling(), None, kind), leaves)
-    expected = run(ours(experts, composed(Float8BlockScaling()), None, kind), leaves)
+    expected = run_composed(experts, Float8BlockScaling(), leaves, kind)
     names = ["y", "x", "weights", "gate_up", "down", "gate_up_bias", "down_bias"]
     for name, a, e in zip(names, actual, expected, strict=False):
         if name == "weights":  # a sum over F by tiles, and by rows
@@ -219,12 +236,12 @@ def test_gathered_in_gemms_or_before(recipe: Recipe, down_learns: bool, device: 
     experts = ROUTINGS["random"].to(device)
     *leaves, down = leaves_of(experts, device, BF16)
 
-    def results(recipe: Recipe | None) -> list[Tensor]:
-        if down_learns:
-            return run(ours(experts, recipe), [*leaves, down])
-        return run(lambda *given: ours(experts, recipe)(*given, down.detach()), leaves)
-
-    for i, (a, e) in enumerate(zip(results(recipe), results(composed(recipe)), strict=True)):
+    expected = run_composed(experts, recipe, [*leaves, down])
+    if down_learns:
+        actual = run(ours(experts, recipe), [*leaves, down])
+    else:
+        actual = run(lambda *given: ours(experts, recipe)(*given, down.detach()), leaves)
+    for i, (a, e) in enumerate(zip(actual, expected, strict=False)):
         if i == 2 and recipe != Recipe():  # of the routing weights: a sum over F by tiles, by rows
             torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5 * float(e.abs().sum()))
         else:
@@ -268,6 +285,25 @@ def test_which_gemms_gather(
 
 
 @DEVICES
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("features", [256, 272])
+def test_down_s_wgrad_of_few_features_is_in_16_bits(
+    features: int, dtype: torch.dtype, device: str
+) -> None:
+    """Of block scaling and 16-bit tokens, up to 256 features inside an expert."""
+    experts, recipe = ROUTINGS["some_to_none"].to(device), Float8BlockScaling()
+    leaves = leaves_of(experts, device, dtype, features=features)
+    with Calls() as calls:
+        actual = run(ours(experts, recipe), leaves)
+    in_16_bits = features == 256 and dtype == BF16
+    assert calls.counts["grouped_mm_wgrad"] == in_16_bits
+    assert calls.counts["grouped_scaled_mm_wgrad"] == 2 - in_16_bits
+    of_down = Float8BlockScaling(wgrad=BF16) if in_16_bits else recipe
+    assert_same_bits(actual[4], run(ours(experts, composed(of_down)), leaves)[4])
+    assert_same_bits(actual[3], run(ours(experts, composed(recipe)), leaves)[3])
+
+
+@DEVICES
 def test_dgrad_s_weight_alone_is_quantized_again(device: str) -> None:
     experts = ROUTINGS["random"].to(device)
     with Calls() as calls:
@@ -288,13 +324,14 @@ def test_every_fused_op_and_no_other(device: str) -> None:
     assert calls.counts == {
         "sort_by_expert": 1,
         "group_quantize rowwise": 2,  # x and the outputs' gradient, each token once
-        "group_quantize columnwise": 2,  # both as they are gathered, for wgrad
+        "group_quantize columnwise": 1,  # x as it is gathered, for wgrad
         "gather_sum": 2,  # the outputs, x's gradient
         "quantize_weight rowwise columnwise": 2,
         "group_quantize_swiglu rowwise": 1,
         "group_quantize_swiglu_grad rowwise columnwise": 1,
         "grouped_scaled_mm": 4,
-        "grouped_scaled_mm_wgrad": 2,
+        "grouped_scaled_mm_wgrad": 1,
+        "grouped_mm_wgrad": 1,  # of few features: down's
     }
     with torch.no_grad(), Calls() as calls:
         ours(experts, Float8BlockScaling())(*leaves)

@@ -200,8 +200,8 @@ group_quantize_swiglu(gate_up, offs, *, amax_epsilon=0.0, power_of_two_scales=Tr
     activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0))
 group_quantize_swiglu_grad(dh, gate_up, weight, offs, *, amax_epsilon=0.0,
     power_of_two_scales=True, rowwise=True, columnwise=False, bias_grad=False,
-    h_columnwise=False, share_h_scales=False, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None,
-    interleaved=False, cubic=0.0))
+    h_columnwise=False, keep_h=False, share_h_scales=False, activation=SwiGLU(alpha=1.0,
+    beta=0.0, limit=None, interleaved=False, cubic=0.0))
 group_round_mx(x, offs, *, rowwise=True, columnwise=False, bias_grad=False)
 grouped_bias_grad(dy, offs)
 grouped_mm(a, b, offs, bias=None, out_dtype=None, rows=None, a_low=None, b_low=None)

@@ -141,10 +141,10 @@ group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0., bool
     Tensor h)
 group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor weight, Tensor offs, float
     amax_epsilon=0., bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False,
-    bool bias_grad=False, bool h_columnwise=False, bool share_h_scales=False, float alpha=1.,
-    float beta=0., float? limit=None, bool interleaved=False, float cubic=0.) -> (Tensor q,
-    Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad, Tensor h_t, Tensor scale_h_t,
-    Tensor d_weight)
+    bool bias_grad=False, bool h_columnwise=False, bool keep_h=False, bool share_h_scales=False,
+    float alpha=1., float beta=0., float? limit=None, bool interleaved=False, float cubic=0.) ->
+    (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad, Tensor h_t, Tensor
+    scale_h_t, Tensor h, Tensor d_weight)
 group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, bool
     bias_grad=False) -> (Tensor x_rowwise, Tensor x_columnwise, Tensor bias_grad)
 grouped_bias_grad(Tensor dy, Tensor offs) -> Tensor

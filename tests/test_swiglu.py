@@ -35,6 +35,7 @@ WIDE_OUTPUTS: dict[str, list[dict[str, Any]]] = {
         {},
         {"columnwise": True},
         {"h_columnwise": True},
+        {"columnwise": True, "keep_h": True},
         {"columnwise": True, "bias_grad": True, "h_columnwise": True, "share_h_scales": True},
         {"rowwise": False, "columnwise": True, "h_columnwise": True},
     ],
@@ -315,7 +316,8 @@ def unfused(sample: Sample, device: str) -> list[Tensor]:
     columnwise = sample.get("h_columnwise")
     of_h = quantize.but(x=h, rowwise=not columnwise, columnwise=columnwise, bias_grad=False)
     of_h = of_h.but(share_scales=sample.get("share_h_scales"))
-    return [*results, *of_h.results(device)[2:4], d_weight]
+    kept_h = h if sample.get("keep_h") else h.new_empty(0)
+    return [*results, *of_h.results(device)[2:4], kept_h, d_weight]
 
 
 def check_fused(sample: Sample, device: str) -> None:
@@ -334,22 +336,27 @@ def check_fused(sample: Sample, device: str) -> None:
 @pytest.mark.parametrize("op", UNFUSED)
 @pytest.mark.parametrize("form", EVERY_FORM)
 def test_wide_rows(form: str, op: str, device: str) -> None:
-    """Each dtype of each size, in turn of each form and outputs."""
+    """Each form and outputs where the columns of up begin with a block, in one pass, and inside."""
     turn = list(EVERY_FORM).index(form)
-    for features in (2880, 256):  # the columns of up begin inside a block, and with one
+    for features in (2880, 256):
         groups = Groups((5, 0, 131), 140, K=features)
         for outputs in WIDE_OUTPUTS[op]:
             turn += 1
-            dtype = (BF16, FP32)[turn % 2]
+            dtype = FP32 if features == 2880 and turn % 2 else BF16
             check_fused(make(op, groups, dtype, **outputs, **EVERY_FORM[form]), device)
 
 
 @pytest.mark.parametrize("device", devices("group_quantize_swiglu_grad"))
-@pytest.mark.parametrize("h_columnwise", [False, True])
+@pytest.mark.parametrize(("h_columnwise", "keep_h"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("bias_grad", [False, True])
 @pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True), (True, True)])
 def test_what_is_not_requested_is_none(
-    rowwise: bool, columnwise: bool, bias_grad: bool, h_columnwise: bool, device: str
+    rowwise: bool,
+    columnwise: bool,
+    bias_grad: bool,
+    h_columnwise: bool,
+    keep_h: bool,
+    device: str,
 ) -> None:
     sample = make("group_quantize_swiglu_grad", GROUPS["capacity"], BF16).on(device)
     results = ops.group_quantize_swiglu_grad(
@@ -358,12 +365,14 @@ def test_what_is_not_requested_is_none(
         columnwise=columnwise,
         bias_grad=bias_grad,
         h_columnwise=h_columnwise,
+        keep_h=keep_h,
     )
     requested = {
         **dict.fromkeys(("q", "scale"), rowwise),
         **dict.fromkeys(("q_t", "scale_t"), columnwise),
         "bias_grad": bias_grad,
         **dict.fromkeys(("h_t", "scale_h_t"), h_columnwise),
+        "h": keep_h,
         "d_weight": True,
     }
     assert {name: t is not None for name, t in results._asdict().items()} == requested
@@ -384,7 +393,9 @@ def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
         "columnwise": True,
     }
     form = data.draw(strategies.sampled_from(list(EVERY_FORM.values())))
-    outputs = {n: data.draw(strategies.booleans()) for n in ("h_columnwise", "share_h_scales")}
+    outputs = {
+        n: data.draw(strategies.booleans()) for n in ("h_columnwise", "keep_h", "share_h_scales")
+    }
     for op in UNFUSED:
         sample = make(op, groups, dtype, **options, **form)
         sample = sample.but(gate_up=sample["gate_up"] * spread)

@@ -175,11 +175,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
   return {results.q, results.scale, results.q_t, results.scale_t, h};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
 group_quantize_swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& weight,
                            const Tensor& offs, double amax_epsilon, bool power_of_two_scales,
                            bool rowwise, bool columnwise, bool bias_grad, bool h_columnwise,
-                           bool share_h_scales, double alpha, double beta,
+                           bool keep_h, bool share_h_scales, double alpha, double beta,
                            std::optional<double> limit, bool interleaved, double cubic) {
   const char* op = "group_quantize_swiglu_grad";
   check_group_quantize_swiglu_grad(dh, gate_up, weight, offs, amax_epsilon, rowwise, columnwise);
@@ -190,7 +190,8 @@ group_quantize_swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor
   quantize_rows(d_gate_up, offs, amax_epsilon, power_of_two_scales, results);
   const Results of_h(dh, T, K, E, false, h_columnwise, false, share_h_scales);
   if (h_columnwise) quantize_rows(h, offs, amax_epsilon, power_of_two_scales, of_h);
-  return std::tuple_cat(results.all(), std::make_tuple(of_h.q_t, of_h.scale_t, d_weight));
+  const Tensor kept_h = keep_h ? h : new_output(dh, {0}, dh.scalar_type());
+  return std::tuple_cat(results.all(), std::make_tuple(of_h.q_t, of_h.scale_t, kept_h, d_weight));
 }
 
 Tensor grouped_bias_grad(const Tensor& dy, const Tensor& offs) {

@@ -196,6 +196,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             d_out_TH.dtype,
         )
         gate_up, down = ctx.gate_up.restored(saved.gate_up), ctx.down.restored(saved.down)
+        down = down.as_down(dtype)
         dx_TH = d_weight_TC = d_gate_up_RG = h_RF = None
         d_gate_up_w = d_gate_up_bias = d_gate_up_a = d_gate_up_b = None
         d_down_w = d_down_bias = d_down_a = d_down_b = None

@@ -22,6 +22,7 @@ from grouped_linear.recipes import (
     WeightList,
     quantize_for_gemms,
     quantize_weight,
+    recipe_of_wgrad,
     refresh_weight_,
     weight_for_dgrad,
 )
@@ -232,6 +233,11 @@ class Projection(NamedTuple):
         if a_ErK is not None and b_ENr is not None:
             restored = Adapter(a_ErK, b_ENr, adapter.scaling, mask)
         return Projection(weights, bias_EN, recipe, stored, main_grad, restored)
+
+    def as_down(self, dtype: torch.dtype) -> "Projection":
+        """The projection in the backward of an expert, where it is down and dy has this dtype."""
+        recipe = recipe_of_wgrad(self.recipe, dtype, self.in_features)
+        return self if recipe is self.recipe else self._replace(recipe=recipe)
 
     def split(self, term: LowRankTerm | None) -> tuple[LowRankTerm | None, LowRankTerm | None]:
         """The term that dgrad adds, and the one whose product dropout's mask multiplies first."""

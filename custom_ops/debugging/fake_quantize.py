@@ -74,6 +74,8 @@ class FakeQuantization(Recipe):
                 format = Format(quantize=Rounded(format, self.except_experts))
             object.__setattr__(self, role, format)
         super().__post_init__()
+        in_16_bits = {d: replace(self, recipe=r) for d, r in self.recipe.with_wgrad_in.items()}
+        object.__setattr__(self, "with_wgrad_in", in_16_bits)
 
     def __repr__(self) -> str:
         """The call that makes it."""

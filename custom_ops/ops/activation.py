@@ -268,6 +268,8 @@ class SwigluGradQuantized(NamedTuple):
     bias_grad: Tensor | None
     h_t: Tensor | None
     scale_h_t: Tensor | None
+    h: Tensor | None
+    """[T, K] of dh's dtype, weighted."""
     d_weight: Tensor
     """[T] float32."""
 
@@ -389,6 +391,7 @@ def group_quantize_swiglu_grad(
     columnwise: bool = False,
     bias_grad: bool = False,
     h_columnwise: bool = False,
+    keep_h: bool = False,
     share_h_scales: bool = False,
     activation: SwiGLU = PLAIN,
 ) -> SwigluGradQuantized:
@@ -405,11 +408,12 @@ def group_quantize_swiglu_grad(
         columnwise: return q_t and scale_t of d_gate_up.
         bias_grad: return the sum of d_gate_up over each group's rows.
         h_columnwise: return h_t and scale_h_t, the columnwise data of the weighted h.
-        share_h_scales: of those, see ``share_scales`` of :func:`group_quantize`.
+        keep_h: return the weighted h itself. With both, it is two passes.
+        share_h_scales: of h_t and scale_h_t, see ``share_scales`` of :func:`group_quantize`.
 
     Returns:
-        What :func:`group_quantize` returns for d_gate_up [T, 2 K], and columnwise for h [T, K];
-        d_weight [T] float32, zero at and past offs[-1].
+        What :func:`group_quantize` returns for d_gate_up [T, 2 K], and columnwise for h [T, K]; h,
+        whose rows at and past offs[-1] hold anything; d_weight [T] float32, zero there.
 
     >>> dh, gate_up, offs = torch.randn(10, 64), torch.randn(10, 128), torch.tensor([3, 10]).int()
     >>> dy = group_quantize_swiglu_grad(dh, gate_up, torch.rand(10), offs, h_columnwise=True)
@@ -417,10 +421,11 @@ def group_quantize_swiglu_grad(
     (torch.Size([10, 128]), torch.Size([2, 64, 128]))
     """
     scaling = amax_epsilon, power_of_two_scales
-    flags = rowwise, columnwise, bias_grad, h_columnwise, share_h_scales
-    *outputs, h_t, scale_h_t, d_weight = OPS.group_quantize_swiglu_grad(
+    flags = rowwise, columnwise, bias_grad, h_columnwise, keep_h, share_h_scales
+    *outputs, h_t, scale_h_t, h, d_weight = OPS.group_quantize_swiglu_grad(
         dh, gate_up, weight, offs, *scaling, *flags, *activation.arguments
     )
     q, scale, q_t, scale_t, grad = requested(outputs, rowwise, columnwise, bias_grad)
     h_t, scale_h_t = (h_t, scale_h_t) if h_columnwise else (None, None)
-    return SwigluGradQuantized(q, scale, q_t, scale_t, grad, h_t, scale_h_t, d_weight)
+    h = h if keep_h else None
+    return SwigluGradQuantized(q, scale, q_t, scale_t, grad, h_t, scale_h_t, h, d_weight)

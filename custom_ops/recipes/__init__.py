@@ -33,6 +33,7 @@ from grouped_linear.recipes.quantize import (
     quantize_for_gemms,
     quantize_grads,
     quantize_swiglu_grad,
+    recipe_of_wgrad,
 )
 from grouped_linear.recipes.recipe import UNQUANTIZED, Recipe
 from grouped_linear.recipes.weight import (
@@ -77,6 +78,7 @@ __all__ = [
     "quantize_grads",
     "quantize_swiglu_grad",
     "quantize_weight",
+    "recipe_of_wgrad",
     "refresh_weight_",
     "stores",
     "update_scales",

@@ -37,7 +37,9 @@ class Float8BlockScaling(Recipe):
         wgrad: what wgrad multiplies: ``torch.float8_e4m3fn``, or x and dy as they come, cast to
             ``torch.bfloat16`` or ``torch.float16`` where they have another dtype. fprop and dgrad
             are in FP8 either way. In 16 bits a layer keeps x itself for the backward, not a
-            columnwise copy in FP8, and quantizes x and dy rowwise only.
+            columnwise copy in FP8, and quantizes x and dy rowwise only. Under FP8 a GroupedMLP with
+            at most 256 intermediate features computes the down projection's in the dtype of 16-bit
+            tokens all the same, which is faster.
         requantize_weights: quantize weights for dgrad again in the backward, instead of keeping the
             transposed one from the forward on: a byte for each number, of all layers at once, under
             FSDP2 of whole layers. Weights that are cached or stored in FP8 are read as they are.

@@ -16,6 +16,7 @@ from torch import Tensor
 from grouped_linear import ops
 from grouped_linear.ops.activation import SwiGLU
 from grouped_linear.recipes.format import Format, Layouts, Operands, with_shared_scale
+from grouped_linear.recipes.recipe import Recipe
 
 # --- up to how many columns of its output a GEMM gathers rows itself ------------------------------
 # Every 256 columns of an output read the rows again, by copies of 16 bytes that take some of the
@@ -34,6 +35,11 @@ GATHERING_WGRAD = 256
 #: columns take 0.60 of the time, 512 0.82 (the whole layer 0.98), 768 0.96, 1024 0.90 to 1.03 (the
 #: layer 1.00 with 160 rows a group, 1.04 with 1024), 1536 1.13.
 GATHERING_WGRAD_ALONE = 512
+
+#: in_features up to which down's wgrad is in 16 bits under scales of blocks as well. It gathers dy,
+#: where FP8 needs a columnwise copy of every row; the whole layer takes 0.964 of its time at 256
+#: (H100, 2026-11, docs/notes/expert_layer.md).
+WGRAD_IN_16_BITS = GATHERING_WGRAD
 
 
 class Gathered(NamedTuple):
@@ -219,6 +225,15 @@ def _for_gemms(
     return RowOperands(Operands(*tokens[:2], *of_rows[2:4]), rows_R)
 
 
+def recipe_of_wgrad(recipe: Recipe, dtype: torch.dtype, in_features: int) -> Recipe:
+    """The recipe of an expert's down projection in the backward, which follows from sizes alone.
+
+    Under scales of blocks few in_features get a wgrad in 16 bits; else it is the layer's recipe.
+    ``dtype`` is that of dy.
+    """
+    return recipe.with_wgrad_in.get(dtype, recipe) if in_features <= WGRAD_IN_16_BITS else recipe
+
+
 def _unscaled_tokens(tokens_TH: Tensor, format: Format) -> Tensor | None:
     """Tokens for a wgrad that gathers rows; None where it multiplies them in another format."""
     if format.wgrad_dtype is not None:
@@ -264,7 +279,8 @@ def quantize_swiglu_grad(
     if not (_same_blocks(input, grad_output) and (layouts.rowwise or layouts.columnwise)):
         grads = ops.swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form)
         return quantize_grads(grads, offs_E, formats)
-    *made, h_t, scale_h_t, d_weight_R = ops.group_quantize_swiglu_grad(
+    h_itself = h_columnwise and input.wgrad_dtype is not None
+    *made, h_t, scale_h_t, h_RF, d_weight_R = ops.group_quantize_swiglu_grad(
         dh_RF,
         gate_up_RG,
         weight_R,
@@ -274,10 +290,14 @@ def quantize_swiglu_grad(
         rowwise=layouts.rowwise,
         columnwise=layouts.columnwise,
         bias_grad=layouts.bias_grad,
-        h_columnwise=h_columnwise,
+        h_columnwise=h_columnwise and not h_itself,
+        keep_h=h_itself,
         share_h_scales=input.share_scales,
         activation=form,
     )
+    if h_itself:
+        assert h_RF is not None
+        h_t = h_RF.to(input.wgrad_dtype)
     d_gate_up, h = Operands(*made), Operands(None, None, h_t, scale_h_t)
     if grad_output.watched is not None:
         grad_output.watched.rows(source, RowOperands(d_gate_up), grad_output, offs_E, layouts)
@@ -341,10 +361,10 @@ def _in_blocks(source: Source, format: Format, offs_E: Tensor, layouts: Layouts)
 
 
 def _same_blocks(input: Format, grad_output: Format) -> bool:
-    """Whether one op can quantize h and d_gate_up: both in FP8, with scales of blocks alike."""
+    """Whether one op makes both: d_gate_up in FP8, h in FP8 with blocks alike or in 16 bits."""
     if input.scaling != "block" or grad_output.scaling != "block":
         return False
-    if input.wgrad_dtype is not None or grad_output.wgrad_dtype is not None:
+    if grad_output.wgrad_dtype is not None:
         return False
     a, b = input, grad_output
     same = a.power_of_two_scales == b.power_of_two_scales and a.epsilon == b.epsilon

@@ -6,8 +6,10 @@ T rows, E groups, K in_features, N out_features.
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+import torch
+
 from grouped_linear.meta_kernels.rules import dtype_name
-from grouped_linear.recipes.format import Format, changed_options, check_flags
+from grouped_linear.recipes.format import SIXTEEN_BITS, Format, changed_options, check_flags
 
 AS_IT_IS = Format()
 
@@ -89,6 +91,9 @@ class Recipe:
         set_attribute(self, "has_linear_grad_op", one_op and in_fp8)
         set_attribute(self, "has_state", any(f.needs_state for f in (x, w, dy)))
         set_attribute(self, "states", tuple(f.state for f in (x, dy) if f.state is not None))
+        if in_blocks and in_fp8:
+            in_16_bits = {dtype: self._with_wgrad_in(dtype) for dtype in SIXTEEN_BITS}
+            set_attribute(self, "with_wgrad_in", in_16_bits)
 
     checks_operands = False
     """Whether a call alone shows if a GEMM's operands agree, as a function's; set by this class."""
@@ -98,8 +103,14 @@ class Recipe:
     """Whether its backward can, too; set by this class."""
     states: ClassVar[tuple[Any, ...]] = ()
     """Those of ``input`` and ``grad_output`` whose scales a backward reads; set by this class."""
+    with_wgrad_in: ClassVar[dict[torch.dtype, "Recipe"]] = {}
+    """A recipe of FP8 in blocks with wgrad in 16 bits instead, by its dtype; set by this class."""
     has_state = False
     """Whether a layer keeps a state for it from step to step; set by this class."""
+
+    def _with_wgrad_in(self, dtype: torch.dtype) -> "Recipe":
+        x, dy = (replace(f, wgrad_dtype=dtype) for f in (self.input, self.grad_output))
+        return Recipe(x, self.weight, dy, requantize_weights=self.requantize_weights)
 
     def check_operands(self, gemm: str, a: Any, scale_a: Any, b: Any, scale_b: Any) -> None:
         """Raise RuntimeError for operands that a GEMM cannot multiply with each other."""

@@ -23,6 +23,7 @@ def leaves_of(
     bias: bool,
     device: str,
     dtype: torch.dtype,
+    F: int = F,
 ) -> list[Tensor]:
     """x, routing weights of the shape `weights`, gate_up_proj and down_proj, and their biases."""
     torch.manual_seed(1)

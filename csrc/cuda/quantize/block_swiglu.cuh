@@ -114,13 +114,16 @@ struct SwigluRows {
   }
 };
 
+// What becomes of weight * h [T, K] beside SwiGLU's gradient: it is quantized as the Second, or
+// stored.
+enum class WeightedH { kNone, kQuantized, kStored };
+
 // d_gate_up [T, 2 K] from dh [T, K], gate_up [T, 2 K] and weight [T], rounded to Element; and
-// partial sums of d_weight [col blocks, T], over a tile's columns. with_h: also weight * h [T, K],
-// as the Second.
+// partial sums of d_weight [col blocks, T], over a tile's columns.
 //
 // Everything is read once, for both halves of the gradient. Rows are aligned, and K is a multiple of
 // 128, so that no tile reaches from the columns of gate into those of up.
-template <typename Element, typename Form, bool with_h>
+template <typename Element, typename Form, WeightedH weighted_h>
 struct SwigluGradRows {
   static_assert(sizeof(Element) == 2, "two blocks of 16-bit elements fit on an SM");
   static constexpr int kOccupancy = 2, kParts = 2;
@@ -128,7 +131,7 @@ struct SwigluGradRows {
   static constexpr bool kCanShareScales = false;  // a gradient's features never share a scale
   static constexpr bool kDownColumns = false;
   static constexpr int kRows = 2;  // of a fragment in a step; with 4, registers spill
-  static constexpr int kFragments = kParts + with_h;
+  static constexpr int kFragments = kParts + (weighted_h == WeightedH::kQuantized);
   struct Buffer {
     PrefetchBuffer<Element, 2 * kRows> dh, gate, up;
   };
@@ -141,7 +144,8 @@ struct SwigluGradRows {
   const float* weight;
   float* partial_d_weight;
   int64_t T;
-  BlockOutputs second;  // of h, where with_h
+  BlockOutputs second;  // of h, where it is quantized
+  Element* h;           // where it is stored
 
   __device__ __forceinline__ void prefetch(Buffer& buffer, const TileBounds& at) const {
     prefetch_step<0>(buffer, at, operands(at));
@@ -188,6 +192,13 @@ struct SwigluGradRows {
     if (threadIdx.x % 8 == 0 && row < at.rows)
       partial_d_weight[at.col_block * T + at.row_begin + row] = sum;
   }
+  __device__ __forceinline__ void store_h(const FragmentRow<Element>& row, int number,
+                                          const TileBounds& at) const {
+    const int column = at.col + Fragment<Element>::column() * kFragmentSize;
+    if (number < at.rows)
+      Fragment<Element>::store_row(row,
+                                   h + static_cast<int64_t>(at.row_begin + number) * K + column);
+  }
   // From row `begin` of the fragments on. While a step computes, later ones are in flight.
   template <int begin>
   __device__ __forceinline__ void load_steps(Fragment<Element> (&fragment)[kFragments],
@@ -211,13 +222,15 @@ struct SwigluGradRows {
           swiglu_grad_row<Element>(arithmetic, row, d.words[i], fragment[0].words[i], up.words[i],
                                    h);
           copy_row<Element>(fragment[1].words[i], up.words[i]);
-          if constexpr (with_h) copy_row<Element>(fragment[2].words[i], h);
+          if constexpr (weighted_h == WeightedH::kQuantized)
+            copy_row<Element>(fragment[2].words[i], h);
+          if constexpr (weighted_h == WeightedH::kStored) store_h(h, first + i, at);
           d_weight[i - begin] = row.d_weight;
         }
       });
     } else {
       fragment[1].template clear<begin, end>();
-      if constexpr (with_h) fragment[2].template clear<begin, end>();
+      if constexpr (weighted_h == WeightedH::kQuantized) fragment[2].template clear<begin, end>();
     }
     store_d_weight<begin>(d_weight, at);
     if constexpr (end < kFragmentSize) load_steps<end>(fragment, buffer, at, from);

@@ -24,13 +24,15 @@ def expected(sample: Sample) -> Outputs:
     offs, scaling = sample["offs"], must.scaling_of(sample)
     given = {name: sample.get(name) for name in must.FORM}
     d_gate_up, h, _ = torch.ops.grouped_linear.swiglu_grad(**inputs, **given)
-    d_gate_up[must.valid_rows(offs, len(h)) :] = torch.nan
+    valid = must.valid_rows(offs, len(h))
+    d_gate_up[valid:] = torch.nan
     share = sample.get("share_h_scales")
     return [
         *must.if_asked(sample.get("rowwise"), must.rowwise(d_gate_up, offs, scaling)),
         *must.if_asked(sample.get("columnwise"), must.columnwise(d_gate_up, offs, scaling)),
         *must.if_asked(sample.get("bias_grad"), [must.bias_grad(d_gate_up, offs)]),
         *must.if_asked(sample.get("h_columnwise"), must.columnwise(h, offs, scaling, share)),
+        *must.if_asked(sample.get("keep_h"), [must.Output(h[:valid], shape=(*h.shape,))]),
         must.swiglu_grad(*inputs.values(), must.form_of(sample))[2],
     ]
 
@@ -51,6 +53,8 @@ OP = OpInfo(
         "shared": {"columnwise": True, "h_columnwise": True, "share_h_scales": True},
         "rowwise_and_h": {"h_columnwise": True},
         "columnwise_and_h": {"rowwise": False, "columnwise": True, "h_columnwise": True},
+        "h_itself": {"columnwise": True, "keep_h": True},
+        "h_twice": {"h_columnwise": True, "keep_h": True},
         "exact_scales": {"columnwise": True, "h_columnwise": True, **variants.EXACT},
         **{
             name: {"h_columnwise": True, **options}
@@ -60,7 +64,7 @@ OP = OpInfo(
     unspecified=(
         *("rows", "columns", "blocks", "blocks"),
         None,  # bias_grad
-        *("blocks", "blocks"),  # of h
+        *("blocks", "blocks", "rows"),  # of h
     ),
     too_large=(({"dh": 0, "gate_up": 0, "weight": 0}, {}),),
     benchmark="bench_group_quantize",
