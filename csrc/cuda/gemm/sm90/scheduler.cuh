@@ -145,12 +145,16 @@ class Scheduler {
     const int tiles = Config::kKGrouped
                           ? shared_.active_groups * static_cast<int>(counts_.matrix.divisor)
                           : shared_.groups.tile_end[shape_.E - 1];
-    const int units =
-        Config::kSplitsK ? (shared_.rows_of_each + Config::kUnitK - 1) / Config::kUnitK : 0;
     Schedule& schedule = shared_.schedule;
-    schedule = make_schedule<Config>(tiles, units, counter_ != nullptr);
+    if constexpr (Config::kSplitsK) {
+      const int units = (shared_.rows_of_each + Config::kUnitK - 1) / Config::kUnitK;
+      schedule = make_schedule<Config>(tiles, units, counter_ != nullptr);
+      if (schedule.dynamic_tiles > 0 && blockIdx.x == 0) atomicExch(counter_, kStamp);
+    } else {
+      schedule = {};
+      schedule.whole_tiles = tiles;
+    }
     schedule.next_tile = blockIdx.x / kClusterSize;
-    if (schedule.dynamic_tiles > 0 && blockIdx.x == 0) atomicExch(counter_, kStamp);
   }
 
   // Whether there are more tiles to publish. The end is one.
@@ -214,13 +218,15 @@ class Scheduler {
     if (schedule.next_tile < schedule.whole_tiles) {
       number = schedule.next_tile;
       schedule.next_tile += gridDim.x / kClusterSize;
-    } else if (schedule.dynamic_tiles > 0) {
-      number = draw();
-    } else if (Config::kSplitsK && schedule.slices > 0) {
-      --schedule.slices;
-      last_round_tile = schedule.first_tile;
-      schedule.first_tile += schedule.tile_stride;
-      number = schedule.whole_tiles + last_round_tile;
+    } else if constexpr (Config::kSplitsK) {
+      if (schedule.dynamic_tiles > 0) {
+        number = draw();
+      } else if (schedule.slices > 0) {
+        --schedule.slices;
+        last_round_tile = schedule.first_tile;
+        schedule.first_tile += schedule.tile_stride;
+        number = schedule.whole_tiles + last_round_tile;
+      }
     }
     if (number == kNoTile) {
       WorkTile end{};
