@@ -4,7 +4,7 @@
 
 Router, top-k, experts, weighted sum; compiled, forward and backward as one CUDA graph, with a cold
 L2 cache, beside torch's grouped_mm in BF16 in the same run, and SonicMoE's released layer where it
-is installed, which is not compiled. Ours chooses experts with ops.topk_experts, torch with
+is installed, which is not compiled. Ours routes with router_logits and ops.topk_experts, torch with
 torch.topk. Kept is what is allocated between forward and backward besides x, the output and the
 parameters; peak is the most that is allocated during both.
 
@@ -23,7 +23,6 @@ from benchmarks import timing
 from benchmarks.alternatives import HAS_SONIC_MOE, sonic_moe
 from benchmarks.moe_model import MixtureOfExperts, ModelSize
 from benchmarks.step_cases import CACHED, Candidate, experts_of
-from grouped_linear import ops
 
 MIB = 1 << 20
 TOKENS_AND_SIZES = {
@@ -58,8 +57,8 @@ def layer_of(candidate: Candidate, name: str) -> tuple[nn.Module, Tensor]:
     x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     if candidate == SONIC_MOE:
         return sonic_moe(experts, chosen, hidden, intermediate).to("cuda", torch.bfloat16), x
-    choose = ops.topk_experts if candidate.implementation == "ours" else None
-    layer = MixtureOfExperts(size, experts_of(candidate), choose).to("cuda", torch.bfloat16)
+    routes = candidate.implementation == "ours"
+    layer = MixtureOfExperts(size, experts_of(candidate), routes).to("cuda", torch.bfloat16)
     return layer, x
 
 
@@ -92,8 +91,8 @@ def memory_of(forward: Any, both: Any, x: Tensor) -> tuple[float, float]:
 COLUMNS = ("shape", "layer", "ms", "times_torch", "kept_mib", "peak_mib", "commit")
 HOW = (
     "Router, top-k, experts, weighted sum; compiled; forward and backward as one CUDA graph, cold "
-    "L2, medians.\nOurs chooses experts with ops.topk_experts, torch with torch.topk. Kept: "
-    "allocated between forward and\nbackward besides x, the output and the parameters. "
+    "L2, medians.\nOurs routes with router_logits and ops.topk_experts, torch with torch.topk.\n"
+    "Kept: allocated between forward and backward besides x, the output and the parameters. "
     "times_torch: the median of the rounds' own ratios."
 )
 

@@ -1,4 +1,4 @@
-"""How close do the quantizers, and sums of gathered rows, come to a copy of as many bytes?
+"""How close do the quantizers, routing and sums of gathered rows come to a copy of as many bytes?
 
 T rows, E groups, K features, N out_features.
 """
@@ -6,6 +6,7 @@ T rows, E groups, K features, N out_features.
 import itertools
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -115,11 +116,23 @@ def sums_of_rows(x_TK: torch.Tensor) -> dict[str, tuple[timing.Call, int]]:
     numbers = (8 + 4) * T * CHOSEN  # of rows; weights, or products
     moved = (T * CHOSEN + T) * K * x_TK.itemsize + numbers
     experts = torch.randint(EXPERTS, (T, CHOSEN), device=x_TK.device)
-    scores = torch.randn(T, EXPERTS, device=x_TK.device)
+    logits = torch.randn(T, EXPERTS, device=x_TK.device, dtype=x_TK.dtype)
+    scoring: Any = {"score_function": "softmax", "normalize": True}
+    weights, chosen = ops.topk_experts(logits, CHOSEN, **scoring)
+    x_bf16 = x_TK[:T].bfloat16()
+    d_logits, router = (x_bf16.new_ones(n, m) for n, m in ((T, EXPERTS), (EXPERTS, K)))
     return {
         "topk_experts": (
-            partial(ops.topk_experts, scores, CHOSEN),
-            4 * scores.numel() + 8 * T * CHOSEN,
+            partial(ops.topk_experts, logits, CHOSEN, **scoring),
+            logits.nbytes + 12 * T * CHOSEN,
+        ),
+        "topk_experts_grad": (
+            partial(ops.topk_experts_grad, weights, logits, chosen, **scoring),
+            2 * logits.nbytes + 12 * T * CHOSEN,
+        ),
+        "addmm": (
+            partial(ops.addmm, x_bf16, d_logits, router),
+            2 * x_bf16.nbytes + d_logits.nbytes,
         ),
         "sort_by_expert": (partial(ops.sort_by_expert, experts, EXPERTS), (8 + 12) * T * CHOSEN),
         "gather_sum": (partial(ops.gather_sum, x_TK, rows, weight), moved),

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grouped_linear import GroupedLinear
+from grouped_linear import GroupedLinear, ops
+from grouped_linear.nn.router import router_logits
 
 VOCABULARY = 256
 BALANCE_COEFFICIENT = 0.01  # of the load-balancing loss: Switch Transformer, arXiv:2101.03961
@@ -124,33 +125,39 @@ class MixtureOfExperts(nn.Module):
         size: of the model.
         experts: makes the experts, for example :class:`Experts` with a layer; called with x_TD,
             weight_TC and expert_TC.
-        choose: the experts with the largest scores, torch.topk where None.
+        routes: whether this package's ops route, not torch's.
     """
 
     def __init__(
         self,
         size: ModelSize,
         experts: Callable[[ModelSize], nn.Module],
-        choose: Callable[[Tensor, int], Tensor] | None = None,
+        routes: bool = False,
     ) -> None:
         super().__init__()
-        self.size, self.choose = size, choose
+        self.size, self.routes = size, routes
         self.router = nn.Linear(size.width, size.experts, bias=False)
         self.experts = experts(size)
 
     def forward(self, x_BSD: Tensor, *first: Tensor | bool) -> tuple[Tensor, Tensor]:
         """Return the experts' output [B, S, D] and the load-balancing loss."""
-        x_TD = x_BSD.flatten(0, 1)
-        score_TE = self.router(x_TD).float().softmax(dim=-1)
-        if self.choose is None:
-            weight_TC, expert_TC = score_TE.topk(self.size.chosen, dim=-1)
+        x_TD, E, C = x_BSD.flatten(0, 1), self.size.experts, self.size.chosen
+        if self.routes:
+            logit_TE, x_TD = router_logits(x_TD, self.router.weight)
+            weight_TC, expert_TC = ops.topk_experts(
+                logit_TE, C, score_function="softmax", normalize=True
+            )
+            score_TE = logit_TE.float().softmax(dim=-1)
+            end_E = ops.sort_by_expert(expert_TC, E).offs  # the experts' own call, where compiled
+            rows_E = end_E.diff(prepend=end_E.new_zeros(1))
         else:
-            expert_TC = self.choose(score_TE, self.size.chosen)
-            weight_TC = score_TE.gather(1, expert_TC)
-        weight_TC = weight_TC / weight_TC.sum(dim=-1, keepdim=True)
+            score_TE = self.router(x_TD).float().softmax(dim=-1)
+            weight_TC, expert_TC = score_TE.topk(C, dim=-1)
+            weight_TC = weight_TC / weight_TC.sum(dim=-1, keepdim=True)
+            rows_E = rows_per_expert(expert_TC, E)
         y_TD = self.experts(x_TD, weight_TC, expert_TC, *first)
 
-        share_E = rows_per_expert(expert_TC, self.size.experts) / expert_TC.numel()
+        share_E = rows_E / expert_TC.numel()
         balance = self.size.experts * (share_E * score_TE.mean(dim=0)).sum()
         return y_TD.view_as(x_BSD), balance
 

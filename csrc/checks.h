@@ -7,6 +7,7 @@
 #include <optional>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "layout.h"
@@ -14,6 +15,8 @@
 #include "tensors.h"
 
 namespace grouped_linear {
+
+struct Scoring;  // routing_math.h
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -36,7 +39,11 @@ void check_splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t a
                              int64_t stride, ScalarType dtype);
 void check_group_quantize(const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows,
                           double amax_epsilon, bool rowwise, bool columnwise);
-void check_topk_experts(const Tensor& scores, int64_t k);
+Scoring check_topk_experts(const Tensor& logits, int64_t k, const std::optional<Tensor>& bias,
+                           const std::string& score_function, bool normalize, double scale);
+Scoring check_topk_experts_grad(const Tensor& d_weights, const Tensor& logits,
+                                const Tensor& experts, const std::string& score_function,
+                                bool normalize, double scale);
 void check_sort_by_expert(const Tensor& experts, int64_t num_experts);
 void check_gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight);
 void check_gather_dot(const Tensor& a, const Tensor& y, const Tensor& rows);
@@ -128,6 +135,7 @@ void check_grouped_mm_mxfp4(const Tensor& a, const Tensor& b, const Tensor& scal
                             const std::optional<Tensor>& scale_a, ScalarType out_dtype,
                             bool transpose_b, const std::optional<Tensor>& rows,
                             const LowRank& low);
+void check_addmm(const Tensor& c, const Tensor& a, const Tensor& b);
 void check_grouped_mm_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& offs,
                             ScalarType out_dtype, const std::optional<Tensor>& dy_rows,
                             const std::optional<Tensor>& x_rows);

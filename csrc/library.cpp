@@ -50,8 +50,14 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, "
       "bool bias_grad=False) -> (Tensor x_rowwise, Tensor x_columnwise, Tensor bias_grad)");
 
-  // scores [T, E] -> [T, k] int64: the experts with the largest scores, the largest first
-  m.def("topk_experts(Tensor scores, int k) -> Tensor");
+  // logits [T, E] -> weights [T, k] float32, experts [T, k] int64: those with the largest scores, the
+  //                  largest first; score_function: "none", "softmax" or "sigmoid"
+  m.def(
+      "topk_experts(Tensor logits, int k, Tensor? expert_bias=None, str score_function='none', "
+      "bool normalize=False, float scaling_factor=1.0) -> (Tensor weights, Tensor experts)");
+  m.def(
+      "topk_experts_grad(Tensor d_weights, Tensor logits, Tensor experts, "
+      "str score_function='none', bool normalize=False, float scaling_factor=1.0) -> Tensor");
 
   // experts [T, C] -> rows sorted by expert: choice, token [T * C], where they come from;
   //                   row [T, C], where each choice goes; offs [num_experts]
@@ -167,6 +173,9 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "float beta2, float weight_decay, float eps, bool decoupled_weight_decay=True, "
       "bool maximize=False, float amax_epsilon=0.0, bool power_of_two_scales=True) -> ()");
 
+  // c [M, N], a [M, K], b [K, N] in 16 bits -> c + a @ b, rounded once
+  m.def("addmm(Tensor c, Tensor a, Tensor b) -> Tensor");
+
   // a [T, K], b [E, K, N] as in torch, bias [E, N] -> a[t] @ b[e] + bias[e]: [T, N]. With rows [T],
   // here and below, an operand has any number of rows, and rows[t] says which of them is row t.
   // With a_low [T, r] and b_low [E, r, N]: + a_low[t] @ b_low[e], before the one rounding
@@ -253,6 +262,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   OP(group_quantize_mx)          \
   OP(group_round_mx)             \
   OP(topk_experts)               \
+  OP(topk_experts_grad)          \
   OP(sort_by_expert)             \
   OP(gather_sum)                 \
   OP(gather_dot)                 \
@@ -276,6 +286,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   OP(update_scales_)             \
   OP(watch_operand_)             \
   OP(adam_weight_)               \
+  OP(addmm)                      \
   OP(grouped_mm)                 \
   OP(grouped_mm_list)            \
   OP(grouped_mm_swiglu)          \

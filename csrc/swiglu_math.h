@@ -22,8 +22,8 @@
 
 namespace grouped_linear {
 
-// 1 + exp(-g)
-GROUPED_LINEAR_DEVICE float one_plus_exp(float g) {
+// exp(-g), with g clamped to [-83, 83]
+GROUPED_LINEAR_DEVICE float exp_of_minus(float g) {
   using namespace exact;
   // exp(-g) = 2^n * exp(r) with |r| <= log(2) / 2. Adding 1.5 * 2^23 rounds to an integer, which is
   // then in the low bits.
@@ -37,8 +37,11 @@ GROUPED_LINEAR_DEVICE float one_plus_exp(float g) {
   p = fma(p, r, 0x1.fffdc4p-2f);
   p = fma(p, r, 0x1.fffff6p-1f);
   p = fma(p, r, 1.0f);
-  return add(from_bits(bits_of(p) + (bits_of(rounded) << 23)), 1.0f);
+  return from_bits(bits_of(p) + (bits_of(rounded) << 23));
 }
+
+// 1 + exp(-g)
+GROUPED_LINEAR_DEVICE float one_plus_exp(float g) { return exact::add(exp_of_minus(g), 1.0f); }
 
 // SwiGLU's forms: constants for the plain one, parameters for the others.
 //   scaled_gate  what sigmoid is taken of

@@ -68,7 +68,8 @@ def _quantize(device: torch.device) -> None:
 
 def _route(device: torch.device) -> None:
     choices = torch.tensor([[0, 1]] * (ROWS // 2), device=device)
-    ops.topk_experts(_draw(device, ROWS, K), E)
+    weights, experts = ops.topk_experts(_draw(device, ROWS, K), E)
+    ops.topk_experts_grad(weights, _draw(device, ROWS, K), experts)
     ops.sort_by_expert(choices, E)
     ops.gather_sum(_draw(device, ROWS, K), torch.arange(ROWS, device=device).view(-1, 2))
     ops.swiglu(_draw(device, ROWS, K), _offs(device))

@@ -40,6 +40,12 @@ def _gathered(t: Sequence[int], rows: Sequence[int] | None) -> int:
     return t[0] if rows is None else rows[0]
 
 
+@flops("addmm")
+def _addmm(c: Any) -> int:
+    """a [M, K] -> [M, N]."""
+    return 2 * math.prod(c.out_shape) * c.a[1]
+
+
 @flops("grouped_mm", "grouped_mm_mxfp4", "grouped_scaled_mm")
 def _gemm(c: Any) -> int:
     """a [T, K] -> [T, N], and a_low [T, r]."""

@@ -18,16 +18,45 @@ def _check_gathered(rules: Rules, c: Any) -> None:
     rules.rows(2, "y")
 
 
-@fake
-def topk_experts(rules: Rules, c: Any) -> Tensor:
-    """Scores [T, E] -> experts [T, k]."""
-    rules.dim("scores", 2)
-    rules.dtype("scores", *ACTIVATIONS)
-    T, E = c.scores.shape
+def _check_scoring(rules: Rules, c: Any, k: int) -> None:
+    rules.dim("logits", 2)
+    rules.dtype("logits", *ACTIVATIONS)
+    T, E = c.logits.shape
     rules.groups(E)
-    rules.check(1 <= c.k <= E, lambda: f"k must be between 1 and E, which is {E}, got {c.k}")
-    rules.count("scores", "rows", T)
-    return c.scores.new_empty((T, c.k), dtype=torch.int64)
+    rules.check(1 <= k <= E, lambda: f"k must be between 1 and E, which is {E}, got {k}")
+    rules.count("logits", "rows", T)
+    rules.check(
+        c.score_function in ("none", "softmax", "sigmoid"),
+        lambda: f"score_function must be none, softmax or sigmoid, got {c.score_function}",
+    )
+    rules.finite("scaling_factor")
+
+
+@fake
+def topk_experts(rules: Rules, c: Any) -> tuple[Tensor, Tensor]:
+    """Logits [T, E] -> weights and experts [T, k]."""
+    _check_scoring(rules, c, c.k)
+    T, E = c.logits.shape
+    if c.expert_bias is not None:
+        rules.tensor("expert_bias", 1, torch.float32, "logits")
+        rules.same("E", "expert_bias", c.expert_bias.size(0), "logits", E)
+    weights = c.logits.new_empty((T, c.k), dtype=torch.float32)
+    return weights, c.logits.new_empty((T, c.k), dtype=torch.int64)
+
+
+@fake
+def topk_experts_grad(rules: Rules, c: Any) -> Tensor:
+    """d_weights [T, k], logits [T, E], experts [T, k] -> d_logits [T, E]."""
+    rules.dim("d_weights", 2)
+    rules.dtype("d_weights", torch.float32)
+    T, k = c.d_weights.shape
+    _check_scoring(rules, c, k)
+    rules.device("logits", "d_weights")
+    rules.same("T", "logits", c.logits.size(0), "d_weights", T)
+    rules.tensor("experts", 2, torch.int64, "d_weights")
+    rules.same("T", "experts", c.experts.size(0), "d_weights", T)
+    rules.same("k", "experts", c.experts.size(1), "d_weights", k)
+    return c.logits.new_empty(c.logits.shape)
 
 
 @fake

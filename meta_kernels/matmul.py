@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, FP8, Rules, ceil_div, fake
+from grouped_linear.meta_kernels.rules import (
+    ACTIVATIONS,
+    BLOCK,
+    E4M3,
+    FP8,
+    MAX_FEATURES,
+    Rules,
+    ceil_div,
+    fake,
+)
 
 Shape3 = tuple[int, int, int]
 
@@ -33,6 +42,24 @@ def row_count(rules: Rules, c: Any) -> int:
     rules.rows(1, "a")
     operand: Tensor = c.a if c.rows is None else c.rows
     return operand.size(0)
+
+
+@fake
+def addmm(rules: Rules, c: Any) -> Tensor:
+    """c [M, N], a [M, K], b [K, N] -> [M, N]."""
+    rules.dim("c", 2)
+    rules.dtype("c", torch.bfloat16, torch.float16)
+    M, N = c.c.shape
+    rules.features("N", N)
+    rules.count("c", "rows", M)
+    rules.tensor("a", 2, c.c.dtype, "c")
+    rules.same("M", "a", c.a.size(0), "c", M)
+    K = c.a.size(1)
+    rules.check(1 <= K <= MAX_FEATURES, lambda: f"K must be between 1 and {MAX_FEATURES}, got {K}")
+    rules.tensor("b", 2, c.c.dtype, "c")
+    rules.same("K", "b", c.b.size(0), "a", K)
+    rules.same("N", "b", c.b.size(1), "c", N)
+    return c.c.new_empty((M, N))
 
 
 @fake

@@ -28,10 +28,12 @@ def test_topk_of_equal_and_special_scores(dtype: torch.dtype, device: str) -> No
     special = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, -torch.nan])
     scores = special[torch.randint(8, (200, 48))].to(dtype)
     expected = reference.topk_experts(scores, 48)
-    assert torch.equal(ops.topk_experts(scores.to(device), 48).cpu(), expected)
-    assert torch.equal(
-        ops.topk_experts(scores.view(4, 50, 48).to(device), 48).cpu(), expected.view(4, 50, 48)
-    )
+    weights, experts = ops.topk_experts(scores.to(device), 48)
+    assert torch.equal(experts.cpu(), expected)
+    torch.testing.assert_close(weights.cpu(), scores.float().gather(1, expected), equal_nan=True)
+    weights, experts = ops.topk_experts(scores.view(4, 50, 48).to(device), 48)
+    assert torch.equal(experts.cpu(), expected.view(4, 50, 48))
+    assert weights.shape == (4, 50, 48)
 
 
 @pytest.mark.parametrize("device", devices("sort_by_expert"))

@@ -179,6 +179,7 @@ adam_weight_(q, scale, q_t, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, s
     lr_tensor=None, grad_scale=None, found_inf=None, *, lr=0.001, beta1=0.9, beta2=0.999,
     weight_decay=0.01, eps=1e-08, decoupled_weight_decay=True, maximize=False, amax_epsilon=0.0,
     power_of_two_scales=True)
+addmm(c, a, b)
 block_scaled_linear(x, w, m_splits, bias=None, *, amax_epsilon=0.0, power_of_two_scales=True,
     share_scales=False, columnwise_x=True, columnwise_w=True)
 block_scaled_linear_grad(dy, offs, x_t, scale_x_t, w_t, scale_w, *, amax_epsilon=0.0,
@@ -237,7 +238,10 @@ swiglu(gate_up, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interle
     cubic=0.0))
 swiglu_grad(dh, gate_up, weight, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None,
     interleaved=False, cubic=0.0))
-topk_experts(scores, k)
+topk_experts(logits, k, expert_bias=None, *, score_function='none', normalize=False,
+    scaling_factor=1.0)
+topk_experts_grad(d_weights, logits, experts, *, score_function='none', normalize=False,
+    scaling_factor=1.0)
 transpose_weight(q)
 update_scales_(scale, amax, amax_history, fp8_max, *, margin=0, most_recent=False)
 watch_operand_(stats, turn, operand, x, q=None, scale=None, offs=None, *, rows=None,

@@ -109,6 +109,7 @@ adam_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!) master,
     Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, float lr, float beta1, float
     beta2, float weight_decay, float eps, bool decoupled_weight_decay=True, bool maximize=False,
     float amax_epsilon=0., bool power_of_two_scales=True) -> ()
+addmm(Tensor c, Tensor a, Tensor b) -> Tensor
 block_scaled_linear(Tensor x, Tensor w, Tensor m_splits, Tensor? bias=None, float
     amax_epsilon=0., bool power_of_two_scales=True, bool share_scales=False, bool
     columnwise_x=True, bool columnwise_w=True) -> (Tensor y, Tensor offs, Tensor x_t, Tensor
@@ -203,7 +204,10 @@ swiglu(Tensor gate_up, Tensor offs, float alpha=1., float beta=0., float? limit=
 swiglu_grad(Tensor dh, Tensor gate_up, Tensor weight, Tensor offs, float alpha=1., float
     beta=0., float? limit=None, bool interleaved=False, float cubic=0.) -> (Tensor d_gate_up,
     Tensor h, Tensor d_weight)
-topk_experts(Tensor scores, int k) -> Tensor
+topk_experts(Tensor logits, int k, Tensor? expert_bias=None, str score_function="none", bool
+    normalize=False, float scaling_factor=1.) -> (Tensor weights, Tensor experts)
+topk_experts_grad(Tensor d_weights, Tensor logits, Tensor experts, str score_function="none",
+    bool normalize=False, float scaling_factor=1.) -> Tensor
 transpose_weight(Tensor q) -> Tensor
 update_scales_(Tensor(a!)[] scale, Tensor(b!)[] amax, Tensor(c!)[] amax_history, float[]
     fp8_max, int margin=0, bool most_recent=False) -> ()

@@ -17,8 +17,8 @@ from support.ops import OPS
 from support.samples import make, specified
 from support.tensors import FP32
 
-DIFFERENTIABLE = {"grouped_mm"}
-OF_INTEGERS = {"splits_to_offsets", "topk_experts", "sort_by_expert"}
+DIFFERENTIABLE = {"grouped_mm", "topk_experts"}
+OF_INTEGERS = {"splits_to_offsets", "sort_by_expert"}
 OF_INTEGERS |= {"quantize_mxfp4", "dequantize_mxfp4"}
 
 

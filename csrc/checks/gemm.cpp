@@ -234,6 +234,27 @@ void check_grouped_mm_mxfp4(const Tensor& a, const Tensor& b, const Tensor& scal
                  scale_a ? out_dtype : a.scalar_type());
 }
 
+void check_addmm(const Tensor& c, const Tensor& a, const Tensor& b) {
+  const char* op = "addmm";
+  check_dim(op, "c", c, 2);
+  const ScalarType dtype = c.scalar_type();
+  check(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, op,
+        ": c must be bfloat16 or float16, got ", name_of(dtype));
+  check_features(op, "N", c.size(1));
+  check_count(op, "c", "rows", c.size(0));
+  check_dim(op, "a", a, 2);
+  check_dtype(op, "a", a, dtype);
+  check_device(op, "a", a, "c", c);
+  check_same(op, "M", "a", a.size(0), "c", c.size(0));
+  check(a.size(1) >= 1 && a.size(1) <= kMaxFeatures, op, ": K must be between 1 and ", kMaxFeatures,
+        ", got ", a.size(1));
+  check_dim(op, "b", b, 2);
+  check_dtype(op, "b", b, dtype);
+  check_device(op, "b", b, "c", c);
+  check_same(op, "K", "b", b.size(0), "a", a.size(1));
+  check_same(op, "N", "b", b.size(1), "c", c.size(1));
+}
+
 void check_grouped_mm_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& offs,
                             ScalarType out_dtype, const std::optional<Tensor>& dy_rows,
                             const std::optional<Tensor>& x_rows) {

@@ -1,9 +1,11 @@
 // The rules of the ops that sort, gather and count rows.
 
+#include <cmath>
 #include <limits>
 
 #include "checks.h"
 #include "checks/rules.h"
+#include "routing_math.h"
 
 namespace grouped_linear {
 namespace {
@@ -14,6 +16,26 @@ void check_gathered(const char* op, const Tensor& y, const Tensor& rows) {
   check_activation(op, "y", y.scalar_type());
   check_features(op, "H", y.size(1));
   check_rows(op, rows, 2, "y", y);
+}
+
+// logits [T, E], of which k of each token are chosen.
+Scoring checked_scoring(const char* op, const Tensor& logits, int64_t k,
+                        const std::string& score_function, bool normalize, double scale) {
+  check_dim(op, "logits", logits, 2);
+  check_activation(op, "logits", logits.scalar_type());
+  check_groups(op, logits.size(1));
+  check(k >= 1 && k <= logits.size(1), op, ": k must be between 1 and E, which is ", logits.size(1),
+        ", got ", k);
+  check_count(op, "logits", "rows", logits.size(0));
+  const bool softmax = score_function == "softmax", sigmoid = score_function == "sigmoid";
+  check(softmax || sigmoid || score_function == "none", op,
+        ": score_function must be none, softmax or sigmoid, got ", score_function);
+  check(std::isfinite(static_cast<float>(scale)), op, ": scaling_factor must be finite, got ",
+        scale);
+  const ScoreFunction function = softmax   ? ScoreFunction::kSoftmax
+                                 : sigmoid ? ScoreFunction::kSigmoid
+                                           : ScoreFunction::kNone;
+  return {function, normalize, static_cast<float>(scale)};
 }
 
 }  // namespace
@@ -34,14 +56,34 @@ void check_splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t a
         ", got ", num_rows, " * ", stride);
 }
 
-void check_topk_experts(const Tensor& scores, int64_t k) {
+Scoring check_topk_experts(const Tensor& logits, int64_t k, const std::optional<Tensor>& bias,
+                           const std::string& score_function, bool normalize, double scale) {
   const char* op = "topk_experts";
-  check_dim(op, "scores", scores, 2);
-  check_activation(op, "scores", scores.scalar_type());
-  check_groups(op, scores.size(1));
-  check(k >= 1 && k <= scores.size(1), op, ": k must be between 1 and E, which is ", scores.size(1),
-        ", got ", k);
-  check_count(op, "scores", "rows", scores.size(0));
+  const Scoring scoring = checked_scoring(op, logits, k, score_function, normalize, scale);
+  if (!bias) return scoring;
+  check_dim(op, "expert_bias", *bias, 1);
+  check_dtype(op, "expert_bias", *bias, ScalarType::Float);
+  check_device(op, "expert_bias", *bias, "logits", logits);
+  check_same(op, "E", "expert_bias", bias->size(0), "logits", logits.size(1));
+  return scoring;
+}
+
+Scoring check_topk_experts_grad(const Tensor& d_weights, const Tensor& logits,
+                                const Tensor& experts, const std::string& score_function,
+                                bool normalize, double scale) {
+  const char* op = "topk_experts_grad";
+  check_dim(op, "d_weights", d_weights, 2);
+  check_dtype(op, "d_weights", d_weights, ScalarType::Float);
+  const Scoring scoring =
+      checked_scoring(op, logits, d_weights.size(1), score_function, normalize, scale);
+  check_device(op, "logits", logits, "d_weights", d_weights);
+  check_same(op, "T", "logits", logits.size(0), "d_weights", d_weights.size(0));
+  check_dim(op, "experts", experts, 2);
+  check_dtype(op, "experts", experts, ScalarType::Long);
+  check_device(op, "experts", experts, "d_weights", d_weights);
+  check_same(op, "T", "experts", experts.size(0), "d_weights", d_weights.size(0));
+  check_same(op, "k", "experts", experts.size(1), "d_weights", d_weights.size(1));
+  return scoring;
 }
 
 void check_sort_by_expert(const Tensor& experts, int64_t num_experts) {

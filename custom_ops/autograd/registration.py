@@ -1,4 +1,4 @@
-"""Autograd of the ops themselves: grouped_mm's gradient, and versions of what ops write in place.
+"""Autograd of the ops themselves: gradients, and versions of what ops write in place.
 
 T rows, E groups, K in_features, N out_features.
 """
@@ -12,6 +12,7 @@ from torch import Tensor
 from grouped_linear import ops
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.wgrad import Wgrad
+from grouped_linear.meta_kernels.rules import arguments_of
 from grouped_linear.ops.gradients import WITHOUT_GRADIENT
 
 
@@ -64,6 +65,25 @@ def _sum_by_row(a: Tensor, da_TK: Tensor, rows_T: Tensor, offs_E: Tensor) -> Ten
 
 torch.library.register_autograd(
     "grouped_linear::grouped_mm", _grouped_mm_backward, setup_context=_grouped_mm_setup
+)
+
+
+def _topk_experts_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    # The dispatcher drops trailing arguments that equal their defaults.
+    given = arguments_of("topk_experts", inputs, {})
+    ctx.scoring = {n: given[n] for n in ("score_function", "normalize", "scaling_factor")}
+    ctx.save_for_backward(given["logits"], output[1])
+
+
+@strictly_once_differentiable
+def _topk_experts_backward(ctx: Any, d_weights_Tk: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    logits_TE, experts_Tk = ctx.saved_tensors
+    d_logits_TE = ops.topk_experts_grad(d_weights_Tk, logits_TE, experts_Tk, **ctx.scoring)
+    return d_logits_TE, *(None,) * 5
+
+
+torch.library.register_autograd(
+    "grouped_linear::topk_experts", _topk_experts_backward, setup_context=_topk_experts_setup
 )
 
 

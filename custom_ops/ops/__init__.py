@@ -40,6 +40,7 @@ from grouped_linear.ops.activation import (
     swiglu_grad,
 )
 from grouped_linear.ops.gemm import (
+    addmm,
     grouped_bias_grad,
     grouped_mm,
     grouped_mm_list,
@@ -84,6 +85,7 @@ from grouped_linear.ops.routing import (
     sort_by_expert,
     splits_to_offsets,
     topk_experts,
+    topk_experts_grad,
 )
 from grouped_linear.ops.state import (
     refresh_weight_,
@@ -135,6 +137,7 @@ __all__ = [
     "SwigluQuantized",
     "WeightQuantized",
     "adam_weight_",
+    "addmm",
     "block_scaled_linear",
     "block_scaled_linear_grad",
     "dequantize_mxfp4",
@@ -177,6 +180,7 @@ __all__ = [
     "swiglu",
     "swiglu_grad",
     "topk_experts",
+    "topk_experts_grad",
     "transpose_weight",
     "update_scales_",
     "watch_operand_",

@@ -21,6 +21,26 @@ def _dtype_or(default: torch.dtype, dtype: torch.dtype | None) -> torch.dtype | 
     return None if dtype is default else dtype
 
 
+def addmm(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``c + a @ b``: torch.addmm in 16 bits, for a short K. On CUDA c is read, not copied first.
+
+    A sum in float32, rounded once. Not differentiable.
+
+    Args:
+        c: [M, N] bfloat16 or float16, N a multiple of 16.
+        a: [M, K] of c's dtype.
+        b: [K, N] of c's dtype.
+
+    Returns:
+        [M, N] of c's dtype.
+
+    >>> c, a, b = (torch.ones(*shape).bfloat16() for shape in ((2, 16), (2, 4), (4, 16)))
+    >>> addmm(c, a, b)[:, 0]
+    tensor([5., 5.], dtype=torch.bfloat16)
+    """
+    return OPS.addmm(c, a, b)
+
+
 def grouped_mm(
     a: Tensor,
     b: Tensor,

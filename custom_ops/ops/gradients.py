@@ -14,8 +14,8 @@ _MLP = "grouped_mlp"
 #: Ops that give a gradient, and ops that return integers or take nothing else.
 _AS_THEY_ARE = (
     "grouped_mm",
-    "splits_to_offsets",
     "topk_experts",
+    "splits_to_offsets",
     "sort_by_expert",
     "quantize_mxfp4",
     "dequantize_mxfp4",
@@ -24,6 +24,8 @@ _AS_THEY_ARE = (
 _INSTEAD = {
     "grouped_mm_list": "grouped_linear, or grouped_mm of torch.stack(b)",
     "grouped_mm_mxfp4": None,
+    "topk_experts_grad": "topk_experts",
+    "addmm": "torch.addmm",
     "gather_sum": f"{_MLP}, or torch's index_select",
     "gather_dot": f"{_MLP}, or torch's index_select",
     "scatter_rows": f"{_MLP}, or torch's index_select",

@@ -3,7 +3,7 @@
 T tokens, C experts chosen for a token, R = T * C rows, E experts, H features of a token.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,33 +69,96 @@ def splits_to_offsets(
     return OPS.splits_to_offsets(m_splits, num_rows, alignment, stride, out_dtype)
 
 
-def topk_experts(scores: Tensor, k: int) -> Tensor:
-    """Choose the k experts with the largest scores, the largest first: what a router does.
+def topk_experts(
+    logits: Tensor,
+    k: int,
+    expert_bias: Tensor | None = None,
+    *,
+    score_function: Literal["none", "softmax", "sigmoid"] = "none",
+    normalize: bool = False,
+    scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose the k experts with the largest scores, the largest first, and weigh them: a router.
 
-    ``torch.topk(scores, k).indices``, where equal scores come in the order of their experts, on CPU
-    and GPU alike, and NaN before everything. Not differentiable; ``scores.gather(-1, experts)`` has
-    the chosen scores with their gradient. On an H100 it takes a fifth of torch.topk's time.
+    Differentiable by the logits, in one launch each way. With the scores s = score_function(logits)
+    over the experts e of a token, and the chosen experts c::
+
+        weights[c] = scaling_factor * s[c] / (sum of s over the chosen + 1e-20)     normalize=True
+        weights[c] = scaling_factor * s[c]                                          else
+
+    Without a score function this is ``torch.topk(logits, k)``, where equal logits come in the order
+    of their experts, on CPU and GPU alike, and NaN before everything. With one, experts are chosen
+    by the same logits, so that ties are theirs and not those of rounded scores; with a bias by
+    ``s + expert_bias``. Scores and weights are float32, with the same bits on CPU and GPU. A NaN
+    that is chosen, or in softmax's sum, makes a token's weights NaN.
+
+    What routers take::
+
+        Mixtral, Qwen3, GPT-OSS   "softmax", normalize
+        OLMoE, Qwen2              "softmax"
+        GLM-4.5, Kimi K2          "sigmoid", normalize, expert_bias, scaling_factor
+
+    GPT-OSS takes softmax of the chosen logits, which is softmax of all, normalized. DeepSeek-V3's
+    router is Kimi's where it has one group: a choice limited to groups of experts is not computed.
+    The routers of transformers round more often: they divide rounded probabilities, and those of
+    Qwen3 and GPT-OSS return weights in the dtype of the logits.
 
     Args:
-        scores: [T, E] bfloat16, float16 or float32, 1 <= E <= 1024; any that order the experts:
-            logits, probabilities, or either with a bias that balances load. Or [..., E].
+        logits: [T, E] bfloat16, float16 or float32, 1 <= E <= 1024. Or [..., E].
         k: at most E.
+        expert_bias: [E] float32, which balances load. It has no gradient.
+        score_function: "none" takes the logits as scores, such as a router's that is not here.
+        normalize: whether weights are divided by their sum.
+        scaling_factor: of the weights.
 
     Returns:
-        [T, k] int64, as :func:`sort_by_expert` and torch.gather take it. Or [..., k].
+        weights [T, k] float32, and experts [T, k] int64, as :class:`grouped_linear.GroupedMLP`
+        takes them. Or [..., k].
 
     >>> logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, -1.0]])
-    >>> experts = topk_experts(logits, 2)
+    >>> weights, experts = topk_experts(logits, 2, score_function="softmax", normalize=True)
     >>> experts
     tensor([[1, 2],
             [0, 1]])
-    >>> logits.gather(-1, experts)
-    tensor([[3., 1.],
-            [2., 2.]])
+    >>> torch.allclose(weights, logits.gather(-1, experts).softmax(-1))
+    True
     """
-    leading = scores.shape[:-1]
-    experts: Tensor = OPS.topk_experts(scores.flatten(0, -2) if scores.dim() > 2 else scores, k)
-    return experts.unflatten(0, leading) if scores.dim() > 2 else experts
+    leading = logits.shape[:-1]
+    logits_TE = logits.flatten(0, -2) if logits.dim() > 2 else logits
+    scoring = expert_bias, score_function, normalize, scaling_factor
+    weights, experts = OPS.topk_experts(logits_TE, k, *scoring)
+    if logits.dim() > 2:
+        return weights.unflatten(0, leading), experts.unflatten(0, leading)
+    return weights, experts
+
+
+def topk_experts_grad(
+    d_weights: Tensor,
+    logits: Tensor,
+    experts: Tensor,
+    *,
+    score_function: Literal["none", "softmax", "sigmoid"] = "none",
+    normalize: bool = False,
+    scaling_factor: float = 1.0,
+) -> Tensor:
+    """The gradient of :func:`topk_experts` by its logits, which computes the scores again.
+
+    Args:
+        d_weights: [T, k] float32, the gradient by the weights.
+        logits, score_function, normalize, scaling_factor: as in the forward.
+        experts: [T, k] int64, as the forward returned them, no two of a token the same. On CPU a
+            number outside [0, E) raises; on a GPU it has no gradient.
+
+    Returns:
+        [T, E] of logits' dtype, computed in float32 and rounded once.
+
+    >>> logits, d_weights = torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([[1.0, 2.0]])
+    >>> topk_experts_grad(d_weights, logits, torch.tensor([[1, 2]]), scaling_factor=2.0)
+    tensor([[0., 2., 4.]])
+    """
+    return OPS.topk_experts_grad(
+        d_weights, logits, experts, score_function, normalize, scaling_factor
+    )
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> SortedByExpert:

@@ -114,6 +114,11 @@ def of_each_row(t_E: Tensor) -> Tensor:
     return pad(t_E.repeat_interleave(torch.tensor(SIZES, device=t_E.device), dim=0), TAIL)
 
 
+def best(i: Inputs) -> Tensor:
+    """The experts of the eight largest scores."""
+    return i.scores.float().argsort(dim=1, descending=True, stable=True)[:, :8]
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up in float32."""
     gate, up = valid(gate_up).chunk(2, 1)
@@ -242,8 +247,19 @@ CALLS = (
     ),
     Call(
         "topk_experts",
-        lambda i: ops.topk_experts(i.scores, 8),
-        lambda i: i.scores.float().argsort(dim=1, descending=True, stable=True)[:, :8],
+        lambda i: ops.topk_experts(i.scores, 8, score_function="softmax", normalize=True),
+        lambda i: (i.scores.float().gather(1, best(i)).softmax(1), best(i)),
+        ROUNDED,
+    ),
+    Call(
+        "topk_experts_grad",
+        lambda i: ops.topk_experts_grad(i.tokens[:T, :8].float(), i.scores, best(i)),
+        lambda i: torch.zeros_like(i.scores).scatter(1, best(i), i.tokens[:T, :8]),
+    ),
+    summed(
+        "addmm",
+        lambda i: ops.addmm(i.tokens[:T], i.scores, i.tokens[-64:]),
+        lambda i: i.tokens[:T].float() + i.scores.float() @ i.tokens[-64:].float(),
     ),
     Call("sort_by_expert", lambda i: ops.sort_by_expert(i.chosen, E)),
     Call(

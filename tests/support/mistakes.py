@@ -20,6 +20,20 @@ def like(t: Tensor, *sizes: int | None) -> Tensor:
     ).to(t.dtype)
 
 
+BAD_SCORING = [
+    {"score_function": "tanh"},
+    *({"scaling_factor": x} for x in (1e39, float("-inf"), float("nan"))),
+]
+
+
+SCORING_SENTENCES = """\
+score_function must be none, softmax or sigmoid, got tanh
+scaling_factor must be finite, got 1e+39
+scaling_factor must be finite, got -inf
+scaling_factor must be finite, got nan
+"""
+
+
 BAD_EPSILONS = [{"amax_epsilon": e} for e in (-0.5, float("inf"), float("nan"))]
 
 

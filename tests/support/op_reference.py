@@ -23,7 +23,21 @@ E4M3_NAN = 0x7F
 
 def topk_experts(scores_TE: Tensor, k: int) -> Tensor:
     """[T, k]: NaN, then the largest scores; of equal ones the first."""
-    return scores_TE.float().argsort(dim=1, descending=True, stable=True)[:, :k]
+    return scores_TE.argsort(dim=1, descending=True, stable=True)[:, :k]
+
+
+def scores_of_experts(logits_TE: Tensor, function: str) -> Tensor:
+    """A router's scores."""
+    if function == "softmax":
+        return logits_TE.softmax(dim=1)
+    return logits_TE.sigmoid() if function == "sigmoid" else logits_TE
+
+
+def weights_of_experts(score_Tk: Tensor, normalize: bool, factor: float) -> Tensor:
+    """The weights of chosen experts, of their scores."""
+    if normalize:
+        score_Tk = score_Tk / (score_Tk.sum(dim=1, keepdim=True) + 1e-20)
+    return factor * score_Tk
 
 
 def sort_by_expert(experts_TC: Tensor, num_experts: int) -> list[Tensor]:

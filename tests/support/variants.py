@@ -50,6 +50,15 @@ GATHERED_OPERANDS: dict[str, Options] = {
     "gathered_x": {"gathers": "x_rows", "index": torch.int64},
     "gathered_strided": {"layout": "strided", "gathers": "x_rows"},
 }
+SCORES: dict[str, Options] = {
+    "normalized": {"normalize": True, "scaling_factor": -2.5},
+    "softmax": {"score_function": "softmax", "scaling_factor": 2.5},
+    "softmax_of_chosen": {"score_function": "softmax", "normalize": True, "E": 128, "k": 8},
+    "sigmoid": {"score_function": "sigmoid", "E": 300},
+    "sigmoid_of_chosen": {"score_function": "sigmoid", "normalize": True, "scaling_factor": 2.5},
+}
+# exp is within 2^-22, a sum over 1024 experts of 37 roundings, and a handful of operations follow.
+SCORE_ERROR = 2.0**-18
 SHARED: dict[str, Options] = {"shared": {"share_scales": True}}
 EXACT: Options = {"power_of_two_scales": False, "amax_epsilon": 0.5}
 MANY_CHOICES: dict[str, Options] = {

@@ -1,4 +1,4 @@
-"""topk_experts: the k experts of the largest scores.
+"""topk_experts: the k experts of the largest scores, and their weights.
 
 T rows, E groups, K in_features, N out_features.
 """
@@ -7,28 +7,46 @@ import torch
 
 from support import reference, variants
 from support.groups import Groups
+from support.mistakes import BAD_SCORING, SCORING_SENTENCES
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
-from support.tensors import lay_out
+from support.tensors import FP32, lay_out
 
 
 def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
-    scores = torch.randn(groups.T, options.pop("E", 40)).to(dtype)
-    return {"scores": lay_out(scores, layout), "k": options.pop("k", 3)}
+    logits = torch.randn(groups.T, options.pop("E", 40)).to(dtype)
+    arguments = {"logits": lay_out(logits, layout), "k": options.pop("k", 3)}
+    if options.pop("bias", False):
+        arguments["expert_bias"] = torch.randn(logits.size(1))
+    return arguments
 
 
 def expected(sample: Sample) -> Outputs:
-    return [Output(reference.topk_experts(sample["scores"], sample["k"]))]
+    function, bias_E = sample.get("score_function"), sample.get("expert_bias")
+    logits_TE = sample["logits"].detach().double()
+    scores_TE = reference.scores_of_experts(logits_TE, function)
+    by_TE = logits_TE if bias_E is None else scores_TE + bias_E
+    experts = reference.topk_experts(by_TE, sample["k"])
+    score_Tk, normalize = scores_TE.gather(1, experts), sample.get("normalize")
+    weights = reference.weights_of_experts(score_Tk, normalize, sample.get("scaling_factor"))
+    allowed = variants.SCORE_ERROR * weights.abs()
+    if normalize:  # logits may cancel in their sum
+        allowed = allowed * score_Tk.abs().sum(1, True) / score_Tk.sum(1, True).abs()
+    return [Output(weights, allowed, FP32, same_bits=True), Output(experts)]
 
 
 def mistakes(good: Sample) -> list[Arguments]:
-    scores = good["scores"]
+    logits = good["logits"]
     return [
-        {"scores": scores[0]},
-        {"scores": scores.double()},
-        {"scores": scores[:, :0]},
-        {"scores": torch.zeros(2, 1025)},
+        {"logits": logits[0]},
+        {"logits": logits.double()},
+        {"logits": logits[:, :0]},
+        {"logits": torch.zeros(2, 1025)},
         {"k": 0},
         {"k": 41},
+        *BAD_SCORING,
+        {"expert_bias": torch.zeros(1, 40)},
+        {"expert_bias": torch.zeros(40).double()},
+        {"expert_bias": torch.zeros(39)},
     ]
 
 
@@ -41,14 +59,26 @@ OP = OpInfo(
         "all": {"E": 33, "k": 33},
         "most": {"E": 1024, "k": 100},
         **variants.STRIDES,
+        **variants.SCORES,
+        "bias": {"bias": True, "score_function": "sigmoid", "normalize": True},
+        "bias_of_softmax": {"bias": True, "score_function": "softmax", "E": 300},
+        "all_of_softmax": {"E": 1024, "k": 100, "score_function": "softmax", "normalize": True},
+        "grad": {"score_function": "softmax", "requires_grad": ("logits",)},
     },
-    too_large=(({"scores": 0}, {}),),
+    every_tensor="bias",
+    too_large=(({"logits": 0}, {}),),
     benchmark="bench_group_quantize",
     sentences="""\
-scores must be 2-D, got 1-D
-scores must be bfloat16, float16 or float32, got float64
+logits must be 2-D, got 1-D
+logits must be bfloat16, float16 or float32, got float64
 E must be between 1 and 1024, got 0
 E must be between 1 and 1024, got 1025
 k must be between 1 and E, which is 40, got 0
-k must be between 1 and E, which is 40, got 41""",
+k must be between 1 and E, which is 40, got 41
+"""
+    + SCORING_SENTENCES
+    + """\
+expert_bias must be 1-D, got 2-D
+expert_bias must be float32, got float64
+E differs: expert_bias has 39, logits has 40""",
 )

@@ -1,0 +1,71 @@
+// Scores of experts, and the weights of the chosen ones, with the same bits on CPU and CUDA: each
+// operation is rounded to nearest, and sums over experts are 32 sums, of every 32nd, and a tree.
+#pragma once
+
+#include "exact_math.h"
+#include "swiglu_math.h"
+
+namespace grouped_linear {
+
+enum class ScoreFunction { kNone, kSoftmax, kSigmoid };
+
+// What a sum of weights gets, so that it is not zero: DeepSeek-V3's.
+constexpr float kWeightEpsilon = 1e-20f;
+
+// How weights follow from the logits l of a token's experts. Its scores s are
+//   none     l[e]
+//   softmax  exp(l[e] - max) / the sum over all experts, which cancels where weights are normalized
+//   sigmoid  1 / (1 + exp(-l[e]))
+// and a chosen one's weight is scale * s, with `normalize` scale * s / (the sum of the chosen).
+struct Scoring {
+  ScoreFunction function = ScoreFunction::kNone;
+  bool normalize = false;
+  float scale = 1;
+
+  GROUPED_LINEAR_DEVICE bool is_softmax() const { return function == ScoreFunction::kSoftmax; }
+
+  // The score of a logit. max and sum: of softmax; a sum of 1 leaves it undivided. A NaN stays one.
+  GROUPED_LINEAR_DEVICE float score(float logit, float max, float sum) const {
+    using namespace exact;
+    constexpr float kFarthest = 83.0f;  // exp(-83) is 1e-36: what is farther away has no weight
+    if (function == ScoreFunction::kSoftmax) {
+      const float below = add(max, -logit);
+      const float exp = below <= kFarthest ? exp_of_minus(below) : below > kFarthest ? 0.0f : below;
+      return div(exp, sum);
+    }
+    if (function == ScoreFunction::kSigmoid)
+      return logit >= -kFarthest ? inverse(one_plus_exp(logit)) : logit < -kFarthest ? 0.0f : logit;
+    return logit;
+  }
+
+  // The weight of a score. total: the sum of the chosen ones' scores.
+  GROUPED_LINEAR_DEVICE float weight(float score, float total) const {
+    using namespace exact;
+    return mul(normalize ? div(score, add(total, kWeightEpsilon)) : score, scale);
+  }
+
+  // The gradient by a chosen expert's logit. s: its score; d_weight: the gradient by its weight;
+  // total, dot: sums of s and of d_weight * s, over the chosen ones.
+  GROUPED_LINEAR_DEVICE float gradient(float s, float d_weight, float total, float dot) const {
+    using namespace exact;
+    float d_score = mul(scale, d_weight);
+    if (normalize) {
+      const float sum = add(total, kWeightEpsilon);
+      d_score = div(mul(scale, add(d_weight, -div(dot, sum))), sum);
+    } else if (function == ScoreFunction::kSoftmax) {
+      d_score = mul(scale, add(d_weight, -dot));
+    }
+    if (function == ScoreFunction::kSoftmax) return mul(d_score, s);
+    if (function == ScoreFunction::kSigmoid) return mul(d_score, mul(s, add(1.0f, -s)));
+    return d_score;
+  }
+  // The same by the logit of an expert that was not chosen: softmax's sum has it, too.
+  GROUPED_LINEAR_DEVICE float gradient_of_others(float s, float dot) const {
+    return exact::mul(exact::mul(scale, -dot), s);
+  }
+  GROUPED_LINEAR_DEVICE bool others_have_gradients() const {
+    return function == ScoreFunction::kSoftmax && !normalize;
+  }
+};
+
+}  // namespace grouped_linear

@@ -1,0 +1,50 @@
+"""A router's logits as a function.
+
+T tokens, H features of a token, E experts.
+"""
+
+from torch import Tensor
+
+from grouped_linear.autograd.router import RouterLogitsFunction
+from grouped_linear.nn.checks import as_rows, check_tensors
+from grouped_linear.nn.projection import autocast, autocast_dtype
+
+
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``linear(x, weight, bias)`` and x, which goes on to the experts. Differentiable.
+
+    A token has two gradients, through the router and through the experts. Where experts take the x
+    that is returned here, the backward computes the first and adds the second in one GEMM, rounded
+    once, and autograd adds nothing. Under torch.autocast both results have its dtype.
+
+    Args:
+        x: [..., H] of any floating dtype.
+        weight: [E, H] of x's dtype.
+        bias: [E] of x's dtype, or None.
+
+    Returns:
+        logits [..., E], as :func:`grouped_linear.ops.topk_experts` takes them, and x.
+
+    Raises:
+        TypeError: for an argument that is no tensor, or a DTensor.
+
+    >>> import torch
+    >>> from grouped_linear import GroupedMLP, ops
+    >>> router, mlp = torch.nn.Linear(64, 8, bias=False), GroupedMLP(8, 64, 128)
+    >>> logits, x = router_logits(torch.randn(10, 64), router.weight)
+    >>> scoring = dict(score_function="softmax", normalize=True)
+    >>> mlp(x, *ops.topk_experts(logits, 2, **scoring)).shape
+    torch.Size([10, 64])
+    """
+    op = "router_logits"
+    check_tensors(op, ("x", "weight"), (x, weight))
+    if bias is not None:
+        check_tensors(op, ("bias",), (bias,))
+    x_TH, dtype = as_rows(op, x), autocast_dtype(x.device)
+    x_TH, weight = autocast(x_TH, dtype), autocast(weight, dtype)
+    logits_TE, x_TH = RouterLogitsFunction.apply(
+        x_TH, weight, None if bias is None else autocast(bias, dtype)
+    )
+    if x.dim() == 2:
+        return logits_TE, x_TH
+    return logits_TE.unflatten(0, x.shape[:-1]), x_TH.reshape(x.shape)

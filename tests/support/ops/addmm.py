@@ -1,0 +1,65 @@
+"""addmm: c + a @ b in 16 bits.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import variants
+from support.groups import Groups
+from support.mistakes import like
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+from support.tensors import BF16, FP16, FP32, lay_out
+from support.tolerances import tolerance
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    dtype, K = BF16 if dtype == FP32 else dtype, options.pop("K", groups.K)
+    shapes = {"c": (groups.T, groups.N), "a": (groups.T, K), "b": (K, groups.N)}
+    return {name: lay_out(torch.randn(shape).to(dtype), layout) for name, shape in shapes.items()}
+
+
+def expected(sample: Sample) -> Outputs:
+    c, a, b = (sample[name].double() for name in "cab")
+    y, magnitude = c + a @ b, c.abs() + a.abs() @ b.abs()
+    dtype = sample["c"].dtype
+    return [Output(y, tolerance(y, magnitude, a.size(1) + 1, dtype), dtype)]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    c, a, b = good["c"], good["a"], good["b"]
+    return [
+        {"c": c[0]},
+        {"c": c.float()},
+        {"c": like(c, None, 40)},
+        {"a": a[0]},
+        {"a": a.to(FP16)},
+        {"a": like(a, 11, None)},
+        {"a": a[:, :0]},
+        {"b": b[0]},
+        {"b": b.float()},
+        {"b": like(b, 143, None)},
+        {"b": like(b, None, 16)},
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={"one": {"K": 1}, "unaligned": {"K": 60}, "long": {"K": 520}, **variants.STRIDES},
+    too_large=(({"c": 0, "a": 0}, {}),),
+    benchmark="bench_group_quantize",
+    sentences="""\
+c must be 2-D, got 1-D
+c must be bfloat16 or float16, got float32
+N must be a positive multiple of 16, got 40
+a must be 2-D, got 1-D
+a must be bfloat16, got float16
+M differs: a has 11, c has 12
+K must be between 1 and 536870912, got 0
+b must be 2-D, got 1-D
+b must be bfloat16, got float32
+K differs: b has 143, a has 144
+N differs: b has 16, c has 32""",
+)
