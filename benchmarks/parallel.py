@@ -13,7 +13,8 @@ longest time of any process. Every process has its own tokens:
 
 Efficiency is the time of one GPU alone for all the tokens there are, over that of all GPUs, divided
 by their number: 1 is perfect. Communication is the time of dispatch and combine, forward and
-backward, without the experts. Sent is what one GPU sends to others in all of that.
+backward, without the experts; a step hides some of it. Sent is what one GPU sends to others in all
+of that.
 
 T tokens of a process, D processes, E experts, C chosen for a token, H and F features.
 """

@@ -4,7 +4,7 @@
 
 Predictions, not measurements. A step of one expert layer, forward and backward, with T tokens a
 GPU, takes the time of the layer on one GPU (E experts and T tokens there, E / D experts and D T
-tokens' choices of them here: as many rows), and the time of communication, which nothing hides:
+tokens' choices of them here: as many rows), and the time of communication, as if nothing hid it:
 
     communication = there + back + memory + fixed
     there, back   = the longer of bytes / NVLink and bytes / network

@@ -113,6 +113,33 @@ def test_large_fp8_gemms_give_the_same_bits(name: str, out_dtype: torch.dtype) -
         assert_same_bits(gemm(), expected)
 
 
+@needs_gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_gemms_that_share_the_gpu(fp8: bool) -> None:
+    """Clusters of a persistent kernel start late where another kernel holds their SMs."""
+    T, E, K, N = 16384, 8, 1024, 2048
+    x = torch.randn(T, K, device="cuda", dtype=BF16)
+    w = torch.randn(E, N, K, device="cuda", dtype=BF16)
+    offs = (torch.rand(E, device="cuda").cumsum(0) * T / E).int()
+
+    def gemm() -> Tensor:
+        if not fp8:
+            return ops.grouped_mm(x, w.mT, offs)
+        q, (w_q, scale, _) = ops.group_quantize(x, offs), ops.quantize_weight(w)
+        assert q.q is not None
+        return ops.grouped_scaled_mm(q.q, w_q.mT, q.scale, scale.mT, offs)
+
+    expected, side = gemm(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(10):
+        with torch.cuda.stream(side):
+            beside = gemm()
+        results = gemm(), beside
+        torch.cuda.synchronize()
+        for result in results:
+            assert_same_bits(result, expected)
+
+
 @needs_bf16_units
 def test_another_order_of_sums_has_other_bits() -> None:
     """Else the comparison of thread counts would prove nothing."""

@@ -5,6 +5,7 @@ features.
 """
 
 import copy
+import textwrap
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
+from expecttest import assert_expected_inline
+from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks import parallel as benchmark
 from benchmarks import parallel_training as training
@@ -29,6 +35,7 @@ from grouped_linear import (
     Lora,
     MXFP8BlockScaling,
     Recipe,
+    ops,
 )
 from grouped_linear.parallel import (
     AllGather,
@@ -387,6 +394,26 @@ def check_own_dispatcher(rank: int, directory: Path) -> None:
     compare(got, step(whole, *data), rank)
 
 
+class CountingDispatcher(AllGather):
+    """Counts what it is asked to do."""
+
+    asked = 0
+
+    def dispatch(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Dispatched:
+        self.asked += 1
+        return super().dispatch(x, top_k_weights, top_k_index)
+
+
+def check_subclass(rank: int, directory: Path) -> None:
+    """A method of a subclass is called, with the bits of the layer that overlaps."""
+    data, whole = [t[own(rank)] for t in tokens()], make(**BLOCK)
+    parallel = spread(whole, partial(CountingDispatcher, fp8=True))
+    overlapping = spread(whole, "all_gather", fp8=True)
+    assert_all_same_bits(step(parallel, *data).values(), step(overlapping, *data).values())
+    assert isinstance(parallel.dispatcher, CountingDispatcher)
+    assert parallel.dispatcher.asked == 1
+
+
 def check_shared_experts(rank: int, directory: Path) -> None:
     """The documented function, whose stream a GPU has, gives the bits of a plain sum."""
     page = (ROOT / "docs" / "several_gpus.md").read_text()
@@ -403,6 +430,53 @@ def check_shared_experts(rank: int, directory: Path) -> None:
         y = call(x, *route(logits))
         results.append((y, *torch.autograd.grad(y, (x, shared.weight), dy)))
     assert_all_same_bits(*results)
+
+
+class Order(TorchDispatchMode):
+    """The names of collectives and of this package's ops, in the order of their calls."""
+
+    NAMESPACES = "_c10d_functional", "grouped_linear"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.add(func)
+        return func(*args, **(kwargs or {}))
+
+    def add(self, op: Any) -> None:
+        namespace, name = op._schema.name.split("::")
+        if namespace in self.NAMESPACES:
+            self.names.append(COLLECTIVES.get(name, name))
+
+
+COLLECTIVES = {"all_gather_into_tensor": "start", "all_to_all_single": "start"}
+
+
+def check_checkpoint(rank: int, directory: Path) -> None:
+    """Recomputed, with the same bits; a policy that keeps what came sends nothing again."""
+    data = [t[own(rank)] for t in tokens()]
+    parallel = spread(make(**BLOCK), "all_to_all", fp8=True)
+    plain = step(parallel, *data)
+    collectives = [getattr(torch.ops._c10d_functional, name).default for name in COLLECTIVES]
+    policy = partial(create_selective_checkpoint_contexts, [*ops.GEMMS, *collectives])
+    for again, options in ((3, {}), (0, {"context_fn": policy})):
+        x, logits, dy = (t.clone().requires_grad_() for t in data)
+        y: Any = checkpoint(
+            lambda x, logits: parallel(x, *route(logits)),
+            x,
+            logits,
+            use_reentrant=False,
+            **options,
+        )
+        with Order() as order:
+            got = torch.autograd.grad(y, (x, logits, *parallel.parameters()), dy)
+        assert order.names.count("start") == 4 + again
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in got]
+        assert_all_same_bits((y.detach(), *local), plain.values())
 
 
 def check_refused(rank: int, directory: Path) -> None:
@@ -529,6 +603,8 @@ CHECKS: Checks = {
     "meta": partial(check_meta, {}),
     "meta_quantized": partial(check_meta, {**BLOCK, "weights": "fp8"}),
     "first_process_draws": check_first_process_draws,
+    "checkpoint": check_checkpoint,
+    "subclass": check_subclass,
     "own_dispatcher": check_own_dispatcher,
     "shared_experts": check_shared_experts,
     "refused": check_refused,
@@ -554,6 +630,50 @@ def test_two_processes(check: str, passes: Passes) -> None:
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
     passes_on_gpus(check)
+
+
+def test_computes_while_rows_travel() -> None:
+    """Between the start of a collective and the wait for it stands what can hide it."""
+    compiled: list[list[str]] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+        order = Order()
+        for node in graph.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload):
+                order.add(node.target)
+        compiled.append(order.names)
+        return graph
+
+    partition = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record, partition_fn=partition)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mlp = GroupedMLP(E, 128, F, recipe=Float8BlockScaling())
+        parallelize_module(mlp, init_device_mesh("cpu", (1,)), ExpertParallel())
+        x, logits, dy = (t[:, :128].requires_grad_() for t in tokens())
+        with Order() as forward:
+            y = mlp(x, *route(logits))
+        with Order() as backward:
+            torch.autograd.grad(y, (x, logits, *mlp.parameters()), dy)
+        y = torch.compile(mlp, fullgraph=True, backend=backend)(x, *route(logits))
+        torch.autograd.grad(y, (x, logits, *mlp.parameters()), dy)
+    finally:
+        dist.destroy_process_group()
+    assert compiled == [forward.names, backward.names]
+    assert_expected_inline(
+        textwrap.fill(" ".join(forward.names), 90),
+        """\
+start start wait_tensor sort_by_expert quantize_weight wait_tensor group_quantize
+grouped_scaled_mm group_quantize_swiglu quantize_weight grouped_scaled_mm gather_sum start
+wait_tensor gather_sum""",
+    )
+    assert_expected_inline(
+        textwrap.fill(" ".join(backward.names), 90),
+        """\
+start wait_tensor group_quantize group_quantize grouped_scaled_mm
+group_quantize_swiglu_grad start grouped_scaled_mm_wgrad grouped_scaled_mm gather_sum
+start group_quantize grouped_scaled_mm_wgrad wait_tensor gather_sum wait_tensor""",
+    )
 
 
 def test_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,20 @@ from grouped_linear.recipes import GradFormats, Layouts, quantize
 from grouped_linear.recipes.format import COLUMNWISE_AGAIN, ROWWISE
 
 
+class Arriving(NamedTuple):
+    """Tokens that other processes have sent to this call's experts, and that return to them.
+
+    T are then the tokens of this process outside of the layer, and those that come inside of it.
+    """
+
+    transport: Any
+    """A :class:`grouped_linear.parallel.exchange.Transport`."""
+    sent: Any
+    """What its ``start_dispatch(x)`` returned."""
+    weight_SC: Tensor
+    """The weights that came with S tokens, in float32; zero for a choice without a row."""
+
+
 class MLPCall(NamedTuple):
     """A call of an expert layer, with the tensors that autograd need not know."""
 
@@ -35,6 +49,8 @@ class MLPCall(NamedTuple):
     rows: ChosenRows | SortedRows
     grad_enabled: bool
     """Whether a backward may follow: ctx.needs_input_grad stays true under no_grad."""
+    arriving: Arriving | None = None
+    """The tokens, where experts are on several processes."""
 
 
 class _Needs(NamedTuple):
@@ -90,6 +106,8 @@ class Saved(NamedTuple):
     gate_up: Kept
     down: Kept
     rows: ChosenRows | SortedRows
+    transport: Any
+    """Of the call's tokens; None where they stay."""
 
     @staticmethod
     def save(
@@ -99,20 +117,27 @@ class Saved(NamedTuple):
         gate_up: tuple[Any, ...],
         down: tuple[Any, ...],
     ) -> None:
-        """Save the first fields, those of both Kept, the routing, and scales of earlier steps."""
-        rows = call.rows.tensors
-        ctx.num_rows_tensors = len(rows)
+        """Save the first fields, both Kept, the routing, the transport, and scales of steps."""
+        rows, transport = call.rows.tensors, ()
+        ctx.transport = None
+        if call.arriving is not None:
+            transport = call.arriving.transport.tensors
+            ctx.transport = call.arriving.transport.without_tensors()
+        ctx.num_tensors = len(rows), len(transport)
         scales = scales_of(call.gate_up.recipe, call.down.recipe)
-        ctx.save_for_backward(*fields, *gate_up, *down, *rows, *scales)
+        ctx.save_for_backward(*fields, *gate_up, *down, *rows, *transport, *scales)
 
     @classmethod
     def of(cls, ctx: Any) -> "Saved":
         """The tensors that a forward has saved."""
         t = saved_tensors(ctx, "grouped_mlp")
-        rows = rows_of(t[17 : 17 + ctx.num_rows_tensors])
+        end_of_rows = 17 + ctx.num_tensors[0]
+        rows, transport = rows_of(t[17:end_of_rows]), ctx.transport
+        if transport is not None:
+            transport = transport.with_tensors(t[end_of_rows : end_of_rows + ctx.num_tensors[1]])
         weight_TC, x_TH, gate_up_RG, gate_up_scale, down_bias_EH = t[:5]
         kept = Kept(*t[5:11]), Kept(*t[11:17])
-        return cls(weight_TC, x_TH, gate_up_RG, gate_up_scale, down_bias_EH, *kept, rows)
+        return cls(weight_TC, x_TH, gate_up_RG, gate_up_scale, down_bias_EH, *kept, rows, transport)
 
     def gate_up_of(self, dtype: torch.dtype) -> Tensor:
         """gate_up in the activations' dtype."""
@@ -141,15 +166,19 @@ class GroupedMLPFunction(torch.autograd.Function):
                 projection weight, bias, a and b of its adapter. What does not apply is None. They
                 are one parameter as in :class:`GroupedLinearFunction`.
         """
-        gate_up, down, config, rows, grad_enabled = call
+        gate_up, down, config, rows, grad_enabled, arriving = call
         x_TH, weight_TC, *_ = tensors
         assert x_TH is not None
         needs = _Needs.of(ctx) if grad_enabled else NOTHING
         offs_E, dtype = rows.offs, x_TH.dtype
+        gate_up_w, gate_up_term, adapter = gate_up.weight(needs.x), None, gate_up.adapter
+        if arriving is not None:
+            ctx.weight_dtype = None if weight_TC is None else weight_TC.dtype
+            x_TH = arriving.transport.finish_dispatch(arriving.sent, dtype)
+            weight_TC = arriving.weight_SC
 
         # The first layer, of gathered tokens, and the activation of its output.
         x, rows_R, _ = gate_up.input(rows.source(x_TH), offs_E, ROWWISE)
-        gate_up_w, gate_up_term, adapter = gate_up.weight(needs.x), None, gate_up.adapter
         if adapter is not None:
             gate_up_term = adapter.forward_term(adapter.input(x_TH), offs_E, rows.token)
         fprop = gate_up.fprop(x, gate_up_w, offs_E, dtype, rows_R, gate_up_term)
@@ -182,24 +211,26 @@ class GroupedMLPFunction(torch.autograd.Function):
                 gate_up.keep(gate_up_w, needs.gate_up, needs.x, gate_up_term),
                 down.keep(down_w, needs.down, needs.dh, down_term),
             )
-        return rows.combine(y_RH, weight_TC)
+        y_TH = rows.combine(y_RH, weight_TC)
+        if arriving is None:
+            return y_TH
+        return arriving.transport.finish_combine(arriving.transport.start_combine(y_TH))
 
     @staticmethod
     @strictly_once_differentiable
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x, the routing weights and the parameters, each only where needed."""
         needs, saved = _Needs.now(ctx), Saved.of(ctx)
-        rows, weight_TC, offs_E, dtype = (
-            saved.rows,
-            saved.weight_TC,
-            saved.rows.offs,
-            d_out_TH.dtype,
-        )
+        rows, weight_TC, transport = saved.rows, saved.weight_TC, saved.transport
+        offs_E, dtype = rows.offs, d_out_TH.dtype
         gate_up, down = ctx.gate_up.restored(saved.gate_up), ctx.down.restored(saved.down)
         down = down.as_down(dtype)
         dx_TH = d_weight_TC = d_gate_up_RG = h_RF = None
         d_gate_up_w = d_gate_up_bias = d_gate_up_a = d_gate_up_b = None
         d_down_w = d_down_bias = d_down_a = d_down_b = None
+
+        if transport is not None:
+            d_out_TH = transport.finish_dispatch(transport.start_dispatch(d_out_TH), dtype)
 
         # The gradient of the second layer's output before it is weighted. Its wgrad multiplies it
         # by the weighted h.
@@ -242,7 +273,12 @@ class GroupedMLPFunction(torch.autograd.Function):
                 h = quantize(h_RF, down.recipe.input, offs_E, COLUMNWISE_AGAIN)
         if needs.weights:
             d_weight_TC = rows.gradient_of_weights(d_weight_R, d_out_TH, saved.down_bias_EH)
-            d_weight_TC = d_weight_TC.to(weight_TC.dtype)
+            if transport is None:
+                d_weight_TC = d_weight_TC.to(weight_TC.dtype)
+            else:
+                assert isinstance(rows, ChosenRows)
+                d_weight_TC = d_weight_TC.masked_fill(rows.without_row, 0)
+                d_weight_TC = transport.start_combine(d_weight_TC)
 
         # The second layer's parameters.
         if needs.down.a:
@@ -252,14 +288,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             (d_down_w,) = down.wgrad(dy.operands, h, offs_E, dy.columnwise_rows).compute()
             del dy, h
 
-        # The first layer's parameters, of tokens that are gathered again, and its dgrad.
-        if needs.gate_up.weight:
-            x = gate_up.input(rows.source(saved.x_TH), offs_E, COLUMNWISE_AGAIN)
-            wgrad = gate_up.wgrad(d_gate_up, x.operands, offs_E, None, x.columnwise_rows)
-            (d_gate_up_w,) = wgrad.compute()
-            del x, wgrad
-        if needs.gate_up.bias and d_gate_up.bias_grad is not None:
-            d_gate_up_bias = d_gate_up.bias_grad.to(ctx.bias_dtypes[0])
+        # The first layer's adapter and dgrad.
         term, adapter = None, gate_up.adapter
         if adapter is not None:
             given = saved.x_TH if needs.gate_up.a else None, saved.gate_up.h_Tr, offs_E, needs.x
@@ -269,8 +298,24 @@ class GroupedMLPFunction(torch.autograd.Function):
             term, beside = gate_up.split(term)
             dgrad = gate_up.dgrad(d_gate_up, saved.gate_up, offs_E, dtype, low_rank=term)
             dx_TH = rows.combine(dgrad.compute(), None)
+            del dgrad
             if beside is not None:
                 dx_TH = dx_TH + adapter.input(rows.combine(beside.product(offs_E), None))
+            if transport is not None:
+                dx_TH = transport.start_combine(dx_TH)
+
+        # Its other parameters, of tokens that are gathered again, while the gradient of x travels.
+        if needs.gate_up.weight:
+            x = gate_up.input(rows.source(saved.x_TH), offs_E, COLUMNWISE_AGAIN)
+            wgrad = gate_up.wgrad(d_gate_up, x.operands, offs_E, None, x.columnwise_rows)
+            (d_gate_up_w,) = wgrad.compute()
+        if needs.gate_up.bias and d_gate_up.bias_grad is not None:
+            d_gate_up_bias = d_gate_up.bias_grad.to(ctx.bias_dtypes[0])
+        if transport is not None:
+            if needs.x:
+                dx_TH = transport.finish_combine(dx_TH)
+            if needs.weights:
+                d_weight_TC = transport.finish_weights(d_weight_TC).to(ctx.weight_dtype)
 
         of_gate_up = Parameters(d_gate_up_w, d_gate_up_bias, d_gate_up_a, d_gate_up_b)
         return None, dx_TH, d_weight_TC, *of_gate_up, d_down_w, d_down_bias, d_down_a, d_down_b

@@ -66,6 +66,11 @@ class ChosenRows(NamedTuple):
         """The tensors a backward reads: those of :class:`grouped_linear.ops.SortedByExpert`."""
         return self[:4]
 
+    @property
+    def without_row(self) -> Tensor:
+        """[T, C] bool: whether a choice has no row, because it is of no expert or was dropped."""
+        return self.row >= self.offs[-1]
+
     def source(self, x_TH: Tensor) -> Gathered:
         """The rows of tokens or of their gradients, not gathered yet: a kernel may do it."""
         return Gathered(x_TH, self)

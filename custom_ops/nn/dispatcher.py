@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from grouped_linear.autograd.mlp import Arriving
+
 
 class Dispatched(NamedTuple):
     """The tokens that this process received, as arguments of its experts."""
@@ -22,6 +24,15 @@ class Dispatched(NamedTuple):
     """How many choices memory is allocated for; see :func:`grouped_linear.grouped_mlp`."""
     handle: Any = None
     """What :meth:`TokenDispatcher.combine` needs to know."""
+
+
+class Started(NamedTuple):
+    """Tokens that are on their way, and the choices of all that this process will receive."""
+
+    arriving: Arriving
+    top_k_index: Tensor
+    """[S, C] as in :class:`Dispatched`."""
+    max_rows: int | None
 
 
 class TokenDispatcher(nn.Module):
@@ -43,6 +54,13 @@ class TokenDispatcher(nn.Module):
                 number is no expert.
         """
         raise NotImplementedError
+
+    def _start(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Started | None:
+        """Start to send tokens, for a layer that computes while they and their gradients travel.
+
+        A layer whose dispatcher returns None calls :meth:`dispatch` and :meth:`combine`.
+        """
+        return None
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the outputs y [S, H] of this process's experts back, and sum them for each token.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd.activation import MLPConfig
-from grouped_linear.autograd.mlp import GroupedMLPFunction, MLPCall
+from grouped_linear.autograd.mlp import Arriving, GroupedMLPFunction, MLPCall
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.autograd.routing import ChosenRows, SortedRows, truncate_routing
 from grouped_linear.nn.checks import (
@@ -240,15 +240,23 @@ def apply_mlp(
     projections = _projections(op, x_TH, gate_up, down, dtype)
     index_TC = top_k_index.reshape(-1, top_k_index.size(-1))
     weights_TC = top_k_weights.reshape(-1, top_k_weights.size(-1))
-    dispatched = None
+    arriving = dispatched = None
     if dispatcher is not None:
-        dispatched = dispatcher.dispatch(x_TH, weights_TC, index_TC)
-        x_TH, weights_TC, index_TC, max_rows, _ = dispatched
+        started = dispatcher._start(x_TH.detach(), weights_TC.detach(), index_TC)
+        if started is not None:
+            arriving, index_TC, max_rows = started
+        else:
+            dispatched = dispatcher.dispatch(x_TH, weights_TC, index_TC)
+            x_TH, weights_TC, index_TC, max_rows, _ = dispatched
     routing = ops.sort_by_expert(index_TC, len(gate_up.weights[0]))
     rows = ChosenRows(*routing) if max_rows is None else truncate_routing(routing, max_rows)
     # Zero the weights of unrouted choices, so that NaN * 0 cannot leak.
-    weights_TC = weights_TC.masked_fill(rows.row >= rows.offs[-1], 0)
-    y_TH = _apply(x_TH, weights_TC, rows, gate_up, down, config, projections)
+    if arriving is None:
+        weights_TC = weights_TC.masked_fill(rows.without_row, 0)
+    else:
+        weight_SC = arriving.weight_SC.masked_fill(rows.without_row, 0)
+        arriving = arriving._replace(weight_SC=weight_SC)
+    y_TH = _apply(x_TH, weights_TC, rows, gate_up, down, config, projections, arriving)
     if dispatcher is not None and dispatched is not None:
         y_TH = dispatcher.combine(y_TH, dispatched)
     return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)
@@ -308,6 +316,7 @@ def _apply(
     down: ProjectionArguments,
     config: MLPConfig,
     projections: _Projections,
+    arriving: Arriving | None = None,
 ) -> Tensor:
     """Draw the adapters' dropout, and compute the layer of tokens or of sorted rows."""
     (first, gate_up_input), (second, down_input) = projections
@@ -315,8 +324,11 @@ def _apply(
         num_rows = x_TH.size(0) if rows.token is None else rows.token.size(0)
         second = with_dropout(second, down.lora, x_TH.new_empty(num_rows, second.in_features))
     if gate_up.lora is not None:
-        first = with_dropout(first, gate_up.lora, x_TH)
-    call = MLPCall(first, second, config, rows, torch.is_grad_enabled())
+        like = x_TH
+        if arriving is not None:
+            like = x_TH.new_empty(arriving.weight_SC.size(0), first.in_features)
+        first = with_dropout(first, gate_up.lora, like)
+    call = MLPCall(first, second, config, rows, torch.is_grad_enabled(), arriving)
     y: Tensor = GroupedMLPFunction.apply(
         call,
         x_TH,

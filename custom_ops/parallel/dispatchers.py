@@ -13,16 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from grouped_linear import ops
+from grouped_linear.autograd.mlp import Arriving
 from grouped_linear.meta_kernels.rules import MAX_GROUPS, ceil_div
 from grouped_linear.nn.checks import check_flags
-from grouped_linear.nn.dispatcher import Dispatched, TokenDispatcher
+from grouped_linear.nn.dispatcher import Dispatched, Started, TokenDispatcher
 from grouped_linear.parallel.exchange import (
     CollectFunction,
     Exchange,
     Group,
     SpreadFunction,
+    Transport,
     VariableExchange,
     exchange_counts,
+    numbers_of,
+    weights_and_experts,
 )
 from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
 
@@ -73,6 +77,9 @@ class _StaticDispatcher(TokenDispatcher):
         self.local_experts = num_experts // mesh.size()
         self.capacity_factor, self.fp8 = capacity_factor, fp8
         self.check_tokens = check_tokens
+        # A subclass may have methods of its own, which the layer then calls.
+        own, ours = type(self), _StaticDispatcher
+        self._is_ours = own.dispatch is ours.dispatch and own.combine is ours.combine
         self.register_buffer(
             "dropped", torch.zeros((), dtype=torch.int64, device=mesh.device_type), persistent=False
         )
@@ -108,24 +115,41 @@ class _StaticDispatcher(TokenDispatcher):
 
     def dispatch(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Dispatched:
         """Send each token once to each process that holds one of its experts."""
-        if self.check_tokens:
-            self.check_equal_tokens(x)
         expert_TC = top_k_index.to(torch.int32)
-        exchange = self.exchange(expert_TC)
-        x_SH, weight_SC, expert_SC = SpreadFunction.apply(
-            self.group, self.fp8, x, top_k_weights, expert_TC, *exchange
-        )
-        own_SC = expert_SC - self.group.rank * self.local_experts
-        max_rows = None
-        if self.capacity_factor is not None:
-            max_rows = min(self.capacity(expert_TC.numel()), own_SC.numel())
-            came = ((own_SC >= 0) & (own_SC < self.local_experts)).sum()
-            self.dropped += (came - max_rows).clamp(min=0)
-        return Dispatched(x_SH, weight_SC, own_SC, max_rows, exchange)
+        transport = self._transport(x, expert_TC)
+        x_SH, weight_SC, expert_SC = SpreadFunction.apply(transport, x, top_k_weights, expert_TC)
+        return Dispatched(x_SH, weight_SC, *self._own(expert_TC, expert_SC), transport)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Sum a token's outputs in the order of processes, in float32, rounded once."""
-        return CollectFunction.apply(self.group, self.fp8, y, *dispatched.handle)
+        return CollectFunction.apply(dispatched.handle, y)
+
+    def _start(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Started | None:
+        """Send tokens as :meth:`dispatch` does, and wait for their choices alone."""
+        if not self._is_ours:
+            return None
+        expert_TC = top_k_index.to(torch.int32)
+        transport = self._transport(x, expert_TC)
+        sent = transport.start_dispatch(x, numbers_of(top_k_weights, expert_TC))
+        sent, numbers_SI = transport.receive_numbers(sent)
+        assert numbers_SI is not None
+        weight_SC, expert_SC = weights_and_experts(numbers_SI)
+        return Started(Arriving(transport, sent, weight_SC), *self._own(expert_TC, expert_SC))
+
+    def _transport(self, x: Tensor, expert_TC: Tensor) -> Transport:
+        if self.check_tokens:
+            self.check_equal_tokens(x)
+        return Transport(self.group, self.fp8, self.exchange(expert_TC))
+
+    def _own(self, expert_TC: Tensor, expert_SC: Tensor) -> tuple[Tensor, int | None]:
+        """The experts that came as numbers of this process's, and how many rows there may be."""
+        own_SC = expert_SC - self.group.rank * self.local_experts
+        if self.capacity_factor is None:
+            return own_SC, None
+        max_rows = min(self.capacity(expert_TC.numel()), own_SC.numel())
+        came = ((own_SC >= 0) & (own_SC < self.local_experts)).sum()
+        self.dropped += (came - max_rows).clamp(min=0)
+        return own_SC, max_rows
 
     def extra_repr(self) -> str:
         """The options."""

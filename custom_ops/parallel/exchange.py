@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from grouped_linear import ops
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
-from grouped_linear.meta_kernels.rules import E4M3, SCALE_ROW_MULTIPLE
+from grouped_linear.meta_kernels.rules import BLOCK, E4M3, SCALE_ROW_MULTIPLE, ceil_div
 from grouped_linear.parallel.symmetric_memory import all_to_all_v
 
 _c10d: Any = torch.ops._c10d_functional
@@ -102,11 +102,6 @@ def exchange_counts(sent_D: Tensor, group: Group) -> Tensor:
     return _c10d.wait_tensor(_c10d.all_to_all_single(sent_D, ones, ones, group.name))
 
 
-def _exchange_of(tensors: tuple[Any, ...]) -> Exchange | VariableExchange:
-    """An Exchange or a VariableExchange, from its fields."""
-    return Exchange(*tensors) if len(tensors) == 3 else VariableExchange(*tensors)
-
-
 def _quantize(x_TH: Tensor) -> tuple[Tensor, Tensor]:
     """Bytes of e4m3 [T, H] and scales [T, n]: powers of two, so that 16 bits hold each product."""
     # Explicit: Dynamo makes an input of a float default, and loses it in a backward (2.13).
@@ -126,34 +121,106 @@ def _one_group(rows: Tensor) -> Tensor:
     return torch.full((1,), rows.size(0), dtype=torch.int32, device=rows.device)
 
 
-def _spread_rows(
-    x_TH: Tensor,
-    numbers_TI: Tensor | None,
-    exchange: Exchange | VariableExchange,
-    group: Group,
-    fp8: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Send rows, in FP8 or as they are, with int32 numbers beside them: -1 in an empty slot."""
-    sent, scales, n = x_TH, None, 0
-    if fp8:
-        sent, scale_Tn = _quantize(x_TH)
-        scales, n = scale_Tn.view(torch.int32), scale_Tn.size(1)
-    parts = [t for t in (scales, numbers_TI) if t is not None]
-    came = exchange.send(sent, group)
-    if not parts:
-        return exchange.wait(came), None
-    beside = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    beside = exchange.wait(exchange.send(beside, group, empty=-1))
-    came = exchange.wait(came)
-    if fp8:
-        scale_Sn = beside[:, :n].contiguous().view(torch.float32)
-        came = _dequantize(came, scale_Sn, x_TH.dtype)
-    return came, beside[:, n:]
+class InFlight(NamedTuple):
+    """Rows on their way to the processes that hold their experts."""
+
+    rows: Tensor
+    """[S, H], or their bytes in e4m3; wait before they are read."""
+    beside: Tensor | None
+    """[S, n + I] int32 on their way: scales in FP8, and numbers; None where there are none."""
+    scales: Tensor | None = None
+    """[S, n] float32, once they came."""
 
 
-def _collect(y_SH: Tensor, exchange: Exchange | VariableExchange, group: Group) -> Tensor:
-    """Send rows back and sum each token's."""
-    return ops.gather_sum(exchange.wait(exchange.send_back(y_SH, group)), exchange.slot)
+class Transport(NamedTuple):
+    """How the tokens of one call travel: to the processes that hold their experts, and back.
+
+    Each way is started, and finished where its rows are read: the current stream waits only there.
+    """
+
+    group: Group
+    fp8: bool
+    """Whether rows go in FP8. They come back in 16 bits."""
+    exchange: Exchange | VariableExchange | None
+    """None in a Function's context, which saves the tensors."""
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The tensors that a backward reads, and None."""
+        return () if self.exchange is None else tuple(self.exchange)
+
+    def without_tensors(self) -> "Transport":
+        """The rest."""
+        return self._replace(exchange=None)
+
+    def with_tensors(self, tensors: tuple[Any, ...]) -> "Transport":
+        """Again whole."""
+        exchange = Exchange(*tensors) if len(tensors) == 3 else VariableExchange(*tensors)
+        return self._replace(exchange=exchange)
+
+    def start_dispatch(self, x_TH: Tensor, numbers_TI: Tensor | None = None) -> InFlight:
+        """Send each process the rows of x that it needs, and int32 numbers beside them.
+
+        What is beside goes first: it is small, and says where the rows belong.
+        """
+        exchange, sent, parts = self._exchange, x_TH, []
+        if self.fp8:
+            sent, scale_Tn = _quantize(x_TH)
+            parts.append(scale_Tn.view(torch.int32))
+        if numbers_TI is not None:
+            parts.append(numbers_TI)
+        beside = None
+        if parts:
+            beside = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            beside = exchange.send(beside, self.group, empty=-1)
+        return InFlight(exchange.send(sent, self.group), beside)
+
+    def receive_numbers(self, sent: InFlight) -> tuple[InFlight, Tensor | None]:
+        """Wait for what is beside the rows, and return the numbers: -1 in an empty slot."""
+        if sent.beside is None:
+            return sent, None
+        came, n = self._exchange.wait(sent.beside), 0
+        if self.fp8:
+            n = ceil_div(sent.rows.size(1), BLOCK)
+            sent = sent._replace(scales=came[:, :n].contiguous().view(torch.float32))
+        return sent._replace(beside=None), came[:, n:]
+
+    def finish_dispatch(self, sent: InFlight, dtype: torch.dtype) -> Tensor:
+        """Wait for the rows: [S, H] in x's dtype."""
+        if sent.beside is not None:
+            sent, _ = self.receive_numbers(sent)
+        came = self._exchange.wait(sent.rows)
+        return came if sent.scales is None else _dequantize(came, sent.scales, dtype)
+
+    def start_combine(self, y_SH: Tensor) -> Tensor:
+        """Send rows back to the processes from which their tokens came."""
+        return self._exchange.send_back(y_SH, self.group)
+
+    def finish_combine(self, sent: Tensor) -> Tensor:
+        """Sum each token's rows, which the processes of its experts sent."""
+        return ops.gather_sum(self._exchange.wait(sent), self._exchange.slot)
+
+    def finish_weights(self, sent: Tensor) -> Tensor:
+        """The same in float32, of the routing weights' gradient [S, C]."""
+        came: Tensor = self._exchange.wait(sent)
+        # One process has the gradient of a choice, the others have zero.
+        return came[self._exchange.slot].sum(1)
+
+    @property
+    def _exchange(self) -> Exchange | VariableExchange:
+        assert self.exchange is not None
+        return self.exchange
+
+
+def numbers_of(weight_TC: Tensor, expert_TC: Tensor) -> Tensor:
+    """[T, 2 C] int32: what tells a process about its tokens, bits of weights and experts."""
+    return torch.cat([weight_TC.float().view(torch.int32), expert_TC], dim=1)
+
+
+def weights_and_experts(numbers_SI: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [S, C] in float32 and experts [S, C] in int32, from such numbers."""
+    weight_SC, expert_SC = numbers_SI.chunk(2, dim=1)
+    return weight_SC.contiguous().view(torch.float32), expert_SC.contiguous()
 
 
 class SpreadFunction(torch.autograd.Function):
@@ -161,60 +228,45 @@ class SpreadFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        group: Group,
-        fp8: bool,
-        x_TH: Tensor,
-        weight_TC: Tensor,
-        expert_TC: Tensor,
-        *tensors: Any,
+        ctx: Any, transport: Transport, x_TH: Tensor, weight_TC: Tensor, expert_TC: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x [S, H], weights [S, C] in float32 and experts [S, C] in int32.
-
-        With ``fp8`` x goes in FP8. ``tensors`` are the fields of an Exchange or a VariableExchange.
-        """
-        exchange = _exchange_of(tensors)
-        ctx.group, ctx.weight_dtype = group, weight_TC.dtype
-        ctx.save_for_backward(*exchange)
-        C = weight_TC.size(1)
-        numbers_TI = torch.cat([weight_TC.float().view(torch.int32), expert_TC], dim=1)
-        x_SH, numbers_SI = _spread_rows(x_TH, numbers_TI, exchange, group, fp8)
+        """Return x [S, H], weights [S, C] in float32 and experts [S, C] in int32."""
+        ctx.transport, ctx.weight_dtype = transport.without_tensors(), weight_TC.dtype
+        ctx.save_for_backward(*transport.tensors)
+        sent = transport.start_dispatch(x_TH, numbers_of(weight_TC, expert_TC))
+        sent, numbers_SI = transport.receive_numbers(sent)
         assert numbers_SI is not None
-        weight_SC, expert_SC = numbers_SI.split(C, dim=1)
-        return x_SH, weight_SC.contiguous().view(torch.float32), expert_SC.contiguous()
+        return transport.finish_dispatch(sent, x_TH.dtype), *weights_and_experts(numbers_SI)
 
     @staticmethod
     @strictly_once_differentiable
     def backward(ctx: Any, dx_SH: Tensor, d_weight_SC: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         """Sum what each process adds to the gradients of a token."""
-        exchange, group = _exchange_of(ctx.saved_tensors), ctx.group
-        need_x, need_weight = ctx.needs_input_grad[2:4]
-        d_weight_TC = None
-        if need_weight:  # one process has the gradient of a choice, the others have zero
-            d_weight_SC = exchange.send_back(d_weight_SC, group)
-        dx_TH = _collect(dx_SH, exchange, group) if need_x else None
+        transport = ctx.transport.with_tensors(ctx.saved_tensors)
+        _, need_x, need_weight, _ = ctx.needs_input_grad
+        dx_TH = d_weight_TC = None
         if need_weight:
-            d_weight_TC = exchange.wait(d_weight_SC)[exchange.slot].sum(1).to(ctx.weight_dtype)
-        return None, None, dx_TH, d_weight_TC, *(None,) * (1 + len(exchange))
+            d_weight_SC = transport.start_combine(d_weight_SC)
+        if need_x:
+            dx_TH = transport.finish_combine(transport.start_combine(dx_SH))
+        if need_weight:
+            d_weight_TC = transport.finish_weights(d_weight_SC).to(ctx.weight_dtype)
+        return None, dx_TH, d_weight_TC, None
 
 
 class CollectFunction(torch.autograd.Function):
     """Send the experts' outputs back to the processes that sent the tokens, and sum them."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, fp8: bool, y_SH: Tensor, *tensors: Any) -> Tensor:
-        """Return [T, H], of outputs that are zero where no token came.
-
-        With ``fp8`` the gradient goes in FP8, as x did. ``tensors`` are an exchange's fields.
-        """
-        ctx.group, ctx.fp8 = group, fp8
-        ctx.save_for_backward(*tensors)
-        return _collect(y_SH, _exchange_of(tensors), group)
+    def forward(ctx: Any, transport: Transport, y_SH: Tensor) -> Tensor:
+        """Return [T, H], of outputs that are zero where no token came."""
+        ctx.transport = transport.without_tensors()
+        ctx.save_for_backward(*transport.tensors)
+        return transport.finish_combine(transport.start_combine(y_SH))
 
     @staticmethod
     @strictly_once_differentiable
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         """Send each process the gradient of the tokens that it had."""
-        exchange = _exchange_of(ctx.saved_tensors)
-        dy_SH, _ = _spread_rows(dy_TH, None, exchange, ctx.group, ctx.fp8)
-        return None, None, dy_SH, *(None,) * len(exchange)
+        transport = ctx.transport.with_tensors(ctx.saved_tensors)
+        return None, transport.finish_dispatch(transport.start_dispatch(dy_TH), dy_TH.dtype)
