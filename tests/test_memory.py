@@ -22,7 +22,7 @@ from support.groups import GROUPS
 from support.op_info import Sample
 from support.operands import GATHERED
 from support.ops import OPS, PAGES
-from support.samples import make, specified, variant_of
+from support.samples import make, specified, variant_of, with_every_tensor
 from support.tensors import BF16, DTYPES, FP32
 
 # --- sources without rows ------------------------------------------------------------------------
@@ -199,6 +199,32 @@ def test_tensors_that_begin_anywhere(op: str, variant: str, device: str) -> None
                     else:
                         assert_same_bits(actual, other)
                 assert_margins(moved[name], by)
+
+
+# --- vectors with gaps ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "device"),
+    [
+        pytest.param(op, *device.values, marks=device.marks, id=f"{op}-{device.id}")
+        for op in OPS
+        for device in devices(op)
+    ],
+)
+def test_vectors_of_stride_two(op: str, device: str) -> None:
+    """Of group ends, rows, scales and flags that an op reads: the same bits, for the fake, too."""
+    sample = with_every_tensor(op, GROUPS["capacity"], BF16).on(device)
+
+    def fresh(**changed: Tensor) -> Sample:
+        return sample.but(**{name: copies(sample[name]) for name in sample.written}, **changed)
+
+    expected = call(fresh())
+    for name, t in sample.arguments.items():
+        if isinstance(t, Tensor) and t.dim() == 1 and name not in sample.written:
+            gaps = fresh(**{name: torch.stack([t, t], dim=1)[:, 0]})
+            assert fake_sentence(gaps) == "no error"
+            assert_all_same_bits(call(gaps), expected)
 
 
 # --- sizes that 32 bits do not hold --------------------------------------------------------------
