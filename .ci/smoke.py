@@ -13,6 +13,7 @@ import torch
 
 import grouped_linear
 from grouped_linear import GroupedLinear, GroupedMLP, Recipe
+from grouped_linear.loading import library_path
 from grouped_linear.report import report
 
 T, E, K, N = 96, 3, 64, 48
@@ -92,7 +93,7 @@ def check_mlp(device: str) -> None:
 def main() -> None:
     """Print the report, then check on each device; raise where something is wrong."""
     print(report(), flush=True)
-    here = Path(grouped_linear.library_path()).resolve()
+    here = Path(library_path()).resolve()
     assert Path(sys.prefix).resolve() in here.parents, f"not the installed one: {here}"
     from grouped_linear import _host  # every wheel has it
 

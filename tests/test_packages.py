@@ -3,6 +3,7 @@
 ``make check-wheel`` builds and installs them.
 """
 
+import importlib.util
 import re
 import shutil
 import sys
@@ -44,6 +45,18 @@ def test_sdist_has_every_source(tmp_path: Path) -> None:
     # The links give both folders the names that they are imported by.
     assert (unpacked / "python/grouped_linear/__init__.py").exists()
     assert (unpacked / "python/grouped_linear/meta_kernels/__init__.py").exists()
+
+
+def test_program_that_tries_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one recipe: `make nightly` has minutes for all of it in clean environments."""
+    pytest.importorskip("grouped_linear._host", reason="the optional pybind11 module was not built")
+    spec = importlib.util.spec_from_file_location("smoke", ROOT / ".ci" / "smoke.py")
+    assert spec is not None
+    assert spec.loader is not None
+    smoke = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(smoke)
+    monkeypatch.setattr(smoke, "RECIPES", {"BF16": smoke.RECIPES["BF16"]})
+    smoke.main()
 
 
 def test_supported_pythons() -> None:
