@@ -231,7 +231,7 @@ def test_deferred_to_another_capture(recipe: Recipe | None) -> None:
 
 @RECIPES
 def test_cudagraph_trees(recipe: Recipe | None) -> None:
-    """Reduce-overhead mode: one graph launch forward, one backward, nothing recorded anew."""
+    """Reduce-overhead mode: one graph launch each way, nothing recorded anew or copied besides."""
     generator = torch.Generator().manual_seed(3)
     layer = make_layer(recipe)
     eager = step_of(layer)
@@ -261,6 +261,9 @@ def test_cudagraph_trees(recipe: Recipe | None) -> None:
     launches = sum(e.count for e in profile.key_averages() if e.key == "cudaGraphLaunch")
     assert launches == 2 * steps
     assert counters["stats"]["unique_graphs"] == 1
+    # Copied before a launch: x, m_splits and dy. Newer torch copies tensors of an earlier graph,
+    # too, without a word, after five changes of their addresses (pytorch/pytorch 188161).
+    assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] <= 3
     skipped = [key for key in counters["inductor"] if key.startswith("cudagraph_")]
     assert not [key for key in skipped if "skip" in key or "partition" in key], skipped
 
