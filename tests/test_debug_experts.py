@@ -17,6 +17,7 @@ from grouped_linear import (
     Float8BlockScaling,
     Format,
     GroupedLinear,
+    GroupedMLP,
     MXFP8BlockScaling,
     Recipe,
     compare,
@@ -257,6 +258,23 @@ def test_wgrad_of_few_features(recipe: Recipe) -> None:
         dy = quantize(x, format, offs, Layouts(True, True))
         assert (dy.columnwise_scale is None) == (features == 256 or recipe is not FP8)
         assert (dy.columnwise is not None and dy.columnwise.equal(x)) == (features == 256)
+
+
+def test_wgrad_of_few_features_while_watched() -> None:
+    """Also in a copy of the watched layer, whose recipes are made from their options."""
+    layer = GroupedMLP(E, H, F, recipe=fake_quantize(FP8), dtype=torch.bfloat16)
+    x, scores = torch.randn(50, H).bfloat16(), torch.rand(50, E)
+
+    def down_grad(layer: GroupedMLP) -> Tensor:
+        layer.zero_grad()
+        layer(x, *scores.topk(2)).square().sum().backward()
+        assert layer.down_proj.grad is not None
+        return layer.down_proj.grad.clone()
+
+    plain, seen = down_grad(layer), watch(layer)
+    for one in (layer, copy.deepcopy(layer)):
+        assert_same_bits(down_grad(one), plain)
+    seen.remove()
 
 
 def test_printed_and_copied() -> None:

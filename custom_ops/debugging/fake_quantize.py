@@ -74,8 +74,6 @@ class FakeQuantization(Recipe):
                 format = Format(quantize=Rounded(format, self.except_experts))
             object.__setattr__(self, role, format)
         super().__post_init__()
-        in_16_bits = {d: replace(self, recipe=r) for d, r in self.recipe.with_wgrad_in.items()}
-        object.__setattr__(self, "with_wgrad_in", in_16_bits)
 
     def __repr__(self) -> str:
         """The call that makes it."""
@@ -88,14 +86,14 @@ class FakeQuantization(Recipe):
 class Rounded:
     """A format as a function that rounds: its numbers, dequantized to the tensor's dtype."""
 
-    format: Format
+    rounds_to: Format
     except_experts: tuple[int, ...] = ()
     of_both: Format = field(init=False, compare=False, repr=False)
     """The same with wgrad's operand quantized, too."""
 
     def __post_init__(self) -> None:
         # Not in a call: Dynamo of torch 2.11 makes no frozen dataclass.
-        object.__setattr__(self, "of_both", replace(self.format, wgrad_dtype=None))
+        object.__setattr__(self, "of_both", replace(self.rounds_to, wgrad_dtype=None))
 
     def __call__(self, t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Operands | Tensor:
         """Called by the layers, as ``Format(quantize=)`` describes."""
@@ -121,7 +119,7 @@ class Rounded:
         )
 
     def _rounded(self, t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Any:
-        format = self.format
+        format = self.rounds_to
         if format.quantize is not None:
             return format.quantize(t, offs_E, layouts)
         if format.scaling is None:
@@ -141,15 +139,15 @@ class Rounded:
     def _rowwise(self, made: Any, offs_E: Tensor, t: Tensor) -> Tensor | None:
         if made.rowwise is None or made.rowwise_scale is None:
             return None if made.rowwise is None else made.rowwise.to(t.dtype)
-        if self.format.scaling == "block":
+        if self.rounds_to.scaling == "block":
             return ops.group_dequantize(made.rowwise, made.rowwise_scale, offs_E, t.dtype)
         return _of_groups(made.rowwise, made.rowwise_scale, offs_E).to(t.dtype)
 
     def _columnwise(self, made: Any, offs_E: Tensor, t: Tensor) -> Tensor | None:
         if made.columnwise is None or made.columnwise_scale is None:
             return None if made.columnwise is None else made.columnwise.to(t.dtype)
-        if self.format.scaling == "group":  # the same bytes as rowwise
-            whole = quantize(t, self.format, offs_E, Layouts(True, False))
+        if self.rounds_to.scaling == "group":  # the same bytes as rowwise
+            whole = quantize(t, self.rounds_to, offs_E, Layouts(True, False))
             return self._rowwise(whole, offs_E, t)
         T, scale = t.size(0), made.columnwise_scale
         return ops.group_dequantize_t(made.columnwise, scale, offs_E, T, t.dtype)

@@ -259,6 +259,12 @@ class Format:
         return self.scaling is not None
 
     @property
+    def rounds_to(self) -> "Format":
+        """The format of the numbers, which fake_quantize's functions give in x's dtype."""
+        format: Format | None = getattr(self.quantize, "rounds_to", None)
+        return self if format is None else format.rounds_to
+
+    @property
     def needs_state(self) -> bool:
         """Whether it needs a state, which a layer sets."""
         return self.scaling == "delayed" and self.state is None

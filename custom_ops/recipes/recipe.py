@@ -91,7 +91,7 @@ class Recipe:
         set_attribute(self, "has_linear_grad_op", one_op and in_fp8)
         set_attribute(self, "has_state", any(f.needs_state for f in (x, w, dy)))
         set_attribute(self, "states", tuple(f.state for f in (x, dy) if f.state is not None))
-        if in_blocks and in_fp8:
+        if in_fp8 and _round_in_blocks(x, w, dy):
             in_16_bits = {dtype: self._with_wgrad_in(dtype) for dtype in SIXTEEN_BITS}
             set_attribute(self, "with_wgrad_in", in_16_bits)
 
@@ -104,7 +104,10 @@ class Recipe:
     states: ClassVar[tuple[Any, ...]] = ()
     """Those of ``input`` and ``grad_output`` whose scales a backward reads; set by this class."""
     with_wgrad_in: ClassVar[dict[torch.dtype, "Recipe"]] = {}
-    """A recipe of FP8 in blocks with wgrad in 16 bits instead, by its dtype; set by this class."""
+    """A recipe of FP8 in blocks with wgrad in 16 bits instead, by its dtype; set by this class.
+
+    It follows from the formats alone, which a watched layer copies into another recipe.
+    """
     has_state = False
     """Whether a layer keeps a state for it from step to step; set by this class."""
 
@@ -136,6 +139,13 @@ class Recipe:
     def __repr__(self) -> str:
         """The options that are not the defaults."""
         return f"{type(self).__name__}({changed_options(self)})"
+
+
+def _round_in_blocks(x: Format, w: Format, dy: Format) -> bool:
+    """Whether numbers are rounded to FP8 in blocks, wgrad's too; fake_quantize leaves some."""
+    rounded = [f for f in (x.rounds_to, w.rounds_to, dy.rounds_to) if f != AS_IT_IS]
+    in_blocks = bool(rounded) and all(f.scaling == "block" for f in rounded)
+    return in_blocks and not dy.rounds_to.share_scales and all(not f.wgrad_dtype for f in rounded)
 
 
 def _kind(format: Format, columnwise: bool = False) -> str | None:
