@@ -73,22 +73,24 @@ def test_an_op_without_a_gradient_refuses_one(op: str) -> None:
 
 @pytest.mark.parametrize("op", sorted(OF_INTEGERS))
 def test_integers_have_no_gradient(op: str) -> None:
-    sample = make(op, GROUPS_3, FP32)
-    if "scores" in sample.arguments:
-        sample["scores"].requires_grad_()
-    for t in tree_leaves(wrapper(sample)()):
+    for t in tree_leaves(wrapper(make(op, GROUPS_3, FP32))()):
         assert not t.requires_grad
         assert op == "dequantize_mxfp4" or not t.is_floating_point()  # which takes integers
 
 
-def test_an_op_without_a_gradient_refuses_tangents() -> None:
-    sample = make("swiglu", GROUPS_3, FP32)
-    gate_up, offs = sample["gate_up"], sample["offs"]
+@pytest.mark.parametrize("op", ["swiglu", *sorted(DIFFERENTIABLE)])
+def test_tangents_are_refused(op: str) -> None:
+    sample, leaf = with_a_leaf(op)
+    (name,) = (n for n, value in sample.arguments.items() if value is leaf)
+    primal = leaf.detach()
+    refused = pytest.raises(NotImplementedError, match=rf"^{op}: forward-mode")
     with torch.autograd.forward_ad.dual_level(), torch.no_grad():
-        dual = torch.autograd.forward_ad.make_dual(gate_up, gate_up)
-        with pytest.raises(NotImplementedError, match=r"^swiglu: forward-mode"):
-            ops.swiglu(dual, offs)
-        assert ops.swiglu(gate_up, offs).shape == sample().shape
+        dual = torch.autograd.forward_ad.make_dual(primal, primal)
+        with refused:
+            wrapper(sample.but(**{name: dual}))()
+        wrapper(sample.but(**{name: primal}))()
+    with refused:
+        torch.func.jvp(lambda t: wrapper(sample.but(**{name: t}))(), (primal,), (primal,))
 
 
 def test_a_compiled_graph_refuses_when_it_is_made() -> None:

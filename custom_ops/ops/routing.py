@@ -115,6 +115,9 @@ def topk_experts(
         weights [T, k] float32, and experts [T, k] int64, as :class:`grouped_linear.GroupedMLP`
         takes them. Or [..., k].
 
+    Raises:
+        NotImplementedError: in forward mode.
+
     >>> logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, -1.0]])
     >>> weights, experts = topk_experts(logits, 2, score_function="softmax", normalize=True)
     >>> experts
