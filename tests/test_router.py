@@ -118,10 +118,38 @@ def test_second_derivatives_are_refused() -> None:
             dx.sum().backward()
 
 
-def test_a_weight_that_is_no_tensor() -> None:
-    x, weight, _ = leaves(FP32)
-    with pytest.raises(TypeError, match=r"^router_logits: weight must be a tensor, got list$"):
-        router_logits(x, weight.tolist())
+def test_an_x_without_gradient_gets_none() -> None:
+    """Or the experts would compute it."""
+    x, weight, bias = leaves(FP32)
+    logits, passed = router_logits(x.detach(), weight, bias)
+    assert logits.requires_grad
+    assert not passed.requires_grad
+
+
+def test_one_token_without_a_dimension() -> None:
+    x, weight, bias = leaves(FP32)
+    logits, passed = router_logits(x[0], weight, bias)
+    torch.testing.assert_close(logits, linear(x[0], weight, bias))
+    assert_same_bits(passed, x[0])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (lambda x, w, b: (x, w.tolist()), "weight must be a tensor, got list"),
+        (lambda x, w, b: (x, w[0]), "weight must be [E, H], and x has H = 32, got [32]"),
+        (lambda x, w, b: (x, w.mT), "weight must be [E, H], and x has H = 32, got [32, 8]"),
+        (lambda x, w, b: (x, w, b[:1]), "bias must be [8], got [1]"),
+        (
+            lambda x, w, b: (x.bfloat16(), w, b),
+            "x is bfloat16, weight float32: cast one of them, or use torch.autocast",
+        ),
+    ],
+)
+def test_wrong_arguments(wrong: Any, sentence: str) -> None:
+    with pytest.raises((TypeError, RuntimeError)) as raised:
+        router_logits(*wrong(*leaves(FP32)))
+    assert str(raised.value) == f"router_logits: {sentence}"
 
 
 class Layer(nn.Module):

@@ -298,6 +298,22 @@ def check_linear(
         )
 
 
+def check_router(op: str, x_TH: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Check a router's product in the caller's words."""
+    H = x_TH.size(1)
+    if weight.dim() != 2 or weight.size(1) != H:
+        raise RuntimeError(f"{op}: weight must be [E, H], and x has H = {H}, got {[*weight.shape]}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise RuntimeError(f"{op}: bias must be {[weight.size(0)]}, got {[*bias.shape]}")
+    for name, t in (("weight", weight), ("bias", bias)):
+        check_device(op, name, t, x_TH)
+        if t is not None and t.dtype != x_TH.dtype:
+            raise RuntimeError(
+                f"{op}: x is {dtype_name(x_TH.dtype)}, {name} {dtype_name(t.dtype)}: "
+                "cast one of them, or use torch.autocast"
+            )
+
+
 def check_choices(
     x: Tensor, top_k_weights: Tensor, top_k_index: Tensor, max_rows: int | None
 ) -> None:

@@ -4,9 +4,10 @@ T tokens, H features of a token, E experts.
 """
 
 from torch import Tensor
+from torch.nn.functional import linear
 
 from grouped_linear.autograd.router import RouterLogitsFunction
-from grouped_linear.nn.checks import as_rows, check_tensors
+from grouped_linear.nn.checks import as_rows, check_router, check_tensors
 from grouped_linear.nn.projection import autocast, autocast_dtype
 
 
@@ -15,7 +16,8 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tupl
 
     A token has two gradients, through the router and through the experts. Where experts take the x
     that is returned here, the backward computes the first and adds the second in one GEMM, rounded
-    once, and autograd adds nothing. Under torch.autocast both results have its dtype.
+    once (:func:`grouped_linear.ops.addmm`), and autograd adds nothing. Under torch.autocast both
+    results have its dtype.
 
     Args:
         x: [..., H] of any floating dtype.
@@ -23,9 +25,11 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tupl
         bias: [E] of x's dtype, or None.
 
     Returns:
-        logits [..., E], as :func:`grouped_linear.ops.topk_experts` takes them, and x.
+        logits [..., E], as :func:`grouped_linear.ops.topk_experts` takes them, and x. Where x
+        requires grad it is a view, which autograd lets no operation change in place.
 
     Raises:
+        RuntimeError: for a wrong shape, dtype or device.
         TypeError: for an argument that is no tensor, or a DTensor.
 
     >>> import torch
@@ -42,9 +46,12 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tupl
         check_tensors(op, ("bias",), (bias,))
     x_TH, dtype = as_rows(op, x), autocast_dtype(x.device)
     x_TH, weight = autocast(x_TH, dtype), autocast(weight, dtype)
-    logits_TE, x_TH = RouterLogitsFunction.apply(
-        x_TH, weight, None if bias is None else autocast(bias, dtype)
-    )
+    bias = None if bias is None else autocast(bias, dtype)
+    check_router(op, x_TH, weight, bias)
+    if x.requires_grad:
+        logits_TE, x_TH = RouterLogitsFunction.apply(x_TH, weight, bias)
+    else:  # the function would make x require grad, and the experts compute it
+        logits_TE = linear(x_TH, weight, bias)
     if x.dim() == 2:
         return logits_TE, x_TH
-    return logits_TE.unflatten(0, x.shape[:-1]), x_TH.reshape(x.shape)
+    return logits_TE.reshape(*x.shape[:-1], weight.size(0)), x_TH.reshape(x.shape)
