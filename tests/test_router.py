@@ -64,12 +64,17 @@ def test_gradients_are_those_of_two_uses(dtype: torch.dtype, compiled: bool, dev
 
 
 def test_each_gradient_alone() -> None:
+    """Beside a frozen router x is not kept."""
     for needed in (0, 1, 2):
         given = leaves(FP32)
         for i, t in enumerate(given):
             t.requires_grad_(i == needed)
         expected = torch.autograd.grad(squares(*plain(*given)), given[needed])
-        actual = torch.autograd.grad(squares(*router_logits(*given)), given[needed])
+        logits, x = router_logits(*given)
+        if needed == 0:
+            node: Any = logits.grad_fn
+            assert node.saved_tensors[0] is None
+        actual = torch.autograd.grad(squares(logits, x), given[needed])
         torch.testing.assert_close(actual, expected)
 
 

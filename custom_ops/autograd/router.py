@@ -22,7 +22,8 @@ class RouterLogitsFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return the logits [T, E] and x."""
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x_TH, weight_EH)
+        need_x, need_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x_TH if need_weight else None, weight_EH if need_x else None)
         return linear(x_TH, weight_EH, bias_E), x_TH.view_as(x_TH)
 
     @staticmethod
