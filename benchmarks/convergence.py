@@ -91,7 +91,7 @@ class Scale:
 
 
 SCALES = {
-    # 419 M parameters, 36 M of them at work for a token: 0.24 GFLOP a token.
+    # 418 M parameters, 36 M of them at work for a token: 0.24 GFLOP a token.
     "small": Scale(
         {
             "vocab_size": 8192,
@@ -417,9 +417,12 @@ def train(index: int, work: Work) -> None:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     device = torch.device(options.device)
+    if options.report:
+        for path in sorted(options.output_dir.glob("convergence_*.csv")):
+            print(report.write(path))
+        return
     path = options.output_dir / f"convergence_{timing.slug(device)}.csv"
-    if not options.report:
-        train_all(options, path, device)
+    train_all(options, path, device)
     print(report.write(path))
 
 

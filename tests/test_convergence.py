@@ -122,7 +122,7 @@ def test_runs_are_paired_and_add_up(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert second[-1].held_out != first[-1].held_out
 
     capsys.readouterr()
-    convergence.main(["--report", "--device=cpu", f"--output-dir={tmp_path}"])
+    convergence.main(["--report", f"--output-dir={tmp_path}"])
     page = path.with_suffix(".md").read_text()
     assert page in capsys.readouterr().out
     assert "corpus " in page
