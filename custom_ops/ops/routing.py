@@ -106,7 +106,7 @@ def topk_experts(
     Args:
         logits: [T, E] bfloat16, float16 or float32, 1 <= E <= 1024. Or [..., E].
         k: at most E.
-        expert_bias: [E] float32, which balances load. It has no gradient.
+        expert_bias: [E] float32, which balances load. It gets no gradient, a parameter neither.
         score_function: "none" takes the logits as scores, such as a router's that is not here.
         normalize: whether weights are divided by their sum.
         scaling_factor: of the weights.
@@ -128,7 +128,9 @@ def topk_experts(
     """
     leading = logits.shape[:-1]
     logits_TE = logits.flatten(0, -2) if logits.dim() > 2 else logits
-    scoring = expert_bias, score_function, normalize, scaling_factor
+    # A parameter would be in the graph, with hooks that get None.
+    bias_E = None if expert_bias is None else expert_bias.detach()
+    scoring = bias_E, score_function, normalize, scaling_factor
     weights, experts = OPS.topk_experts(logits_TE, k, *scoring)
     if logits.dim() > 2:
         return weights.unflatten(0, leading), experts.unflatten(0, leading)
