@@ -3,7 +3,8 @@
     python .ci/wheels.py build [--here | PYTHON ...]   dist/: the sdist, and a wheel for each Python
     python .ci/wheels.py check [--ends] [PYTHON ...]   smoke.py with each Python and each torch
 
-Wheels are built from the sdist, which proves it. Their C++ is compiled once: ``_C.so`` knows no
+Wheels are built from the sdist, which proves it. Its README is for a package index, which shows it
+without the repository: see ``for_an_index``. Their C++ is compiled once: ``_C.so`` knows no
 Python and, thanks to torch's stable ABI, no version of torch. ``_host`` is compiled for each
 Python. With --here there is one wheel, in seconds, of this folder and what bootstrap.sh compiled.
 
@@ -66,13 +67,45 @@ def new_venv(python: str, folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
+def for_an_index(readme: str, repository: str | None) -> str:
+    """The README with links and pictures that need no files beside it.
+
+    They are those of the release's tag in the repository; without one texts stay, and no picture.
+    """
+
+    def linked(match: re.Match[str]) -> str:
+        mark, text, path = match.groups()
+        if repository is None:
+            return "" if mark else text
+        kind = "raw" if mark else "blob"
+        return f"{mark}[{text}]({repository}/{kind}/v{PROJECT['version']}/{path})"
+
+    readme = re.sub(r"(!?)\[([^]]*)\]\((?!https?:|#)([^)\s]+)\)", linked, readme)
+    return re.sub(r"\n{3,}", "\n\n", readme)
+
+
+def make_sdist() -> Path:
+    """The sdist in dist/, made of an unpacked one whose README is changed; ROOT stays as it is."""
+    command = (sys.executable, "-m", "build", "--sdist", "--no-isolation")
+    run(*command, "-o", WORK / "as_it_is")
+    (as_it_is,) = (WORK / "as_it_is").iterdir()
+    with tarfile.open(as_it_is) as archive:
+        archive.extractall(WORK / "as_it_is", filter="data")
+    folder = WORK / "as_it_is" / as_it_is.name.removesuffix(".tar.gz")
+    readme, urls = folder / "README.md", PROJECT.get("urls", {})
+    readme.write_text(for_an_index(readme.read_text(), urls.get("Repository")))
+    run(*command, "-o", DIST, folder)
+    return DIST / as_it_is.name
+
+
 def build(pythons: list[str], here: bool) -> None:
     """Fill dist/ with the sdist and a checked manylinux wheel for each Python."""
+    # Files have the commit's time, so that a second build has the bytes of the first.
+    os.environ.setdefault("SOURCE_DATE_EPOCH", run("git", "log", "-1", "--format=%ct").strip())
     shutil.rmtree(DIST, ignore_errors=True)
     shutil.rmtree(WORK, ignore_errors=True)
     DIST.mkdir()
-    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", DIST)
-    (sdist,) = DIST.glob("*.tar.gz")
+    sdist = make_sdist()
     command = ["wheel", "--no-deps", "--no-build-isolation", "-w", str(WORK / "raw")]
     if here:
         say("wheel of what is compiled here")

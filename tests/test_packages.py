@@ -10,6 +10,7 @@ import sys
 import tarfile
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,14 +48,30 @@ def test_sdist_has_every_source(tmp_path: Path) -> None:
     assert (unpacked / "python/grouped_linear/meta_kernels/__init__.py").exists()
 
 
+def program(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("repository", [None, "https://example.org/grouped_linear"])
+def test_readme_of_a_package_needs_no_file_beside_it(repository: str | None) -> None:
+    """Every link and picture of a package index's page is absolute, or there is none."""
+    page = program("wheels").for_an_index(text_of("README.md"), repository)
+    targets = re.findall(r"\]\(([^)]*)\)", page)
+    assert bool(targets) == (repository is not None)
+    assert all(target.startswith(f"{repository}/") for target in targets)
+    examples = re.compile("```python.*?```", re.DOTALL)
+    assert examples.findall(page) == examples.findall(text_of("README.md"))
+
+
 def test_program_that_tries_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one recipe: `make nightly` has minutes for all of it in clean environments."""
     pytest.importorskip("grouped_linear._host", reason="the optional pybind11 module was not built")
-    spec = importlib.util.spec_from_file_location("smoke", ROOT / ".ci" / "smoke.py")
-    assert spec is not None
-    assert spec.loader is not None
-    smoke = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(smoke)
+    smoke = program("smoke")
     monkeypatch.setattr(smoke, "RECIPES", {"BF16": smoke.RECIPES["BF16"]})
     smoke.main()
 
