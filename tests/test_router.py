@@ -234,7 +234,7 @@ def test_weights_of_masked_experts_alone(device: str) -> None:
 
 def test_a_bias_is_not_in_the_graph() -> None:
     """As in torch, where it chooses by topk's integers alone."""
-    bias, seen = nn.Parameter(torch.randn(E)), []
+    bias, seen = nn.Parameter(torch.randn(E)), list[Tensor]()
     bias.register_hook(seen.append)
     logits = torch.randn(T, E)
     assert not ops.topk_experts(logits, 2, bias, score_function="sigmoid")[0].requires_grad
