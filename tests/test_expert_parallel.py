@@ -412,6 +412,9 @@ def check_subclass(rank: int, directory: Path) -> None:
     assert_all_same_bits(step(parallel, *data).values(), step(overlapping, *data).values())
     assert isinstance(parallel.dispatcher, CountingDispatcher)
     assert parallel.dispatcher.asked == 1
+    x, logits, _ = data  # without a gradient of x the experts compute none
+    came = parallel.dispatcher.dispatch(x, *route(logits.clone().requires_grad_()))
+    assert [t.requires_grad for t in came[:2]] == [False, True]
 
 
 def check_shared_experts(rank: int, directory: Path) -> None:

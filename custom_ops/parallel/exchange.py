@@ -236,7 +236,10 @@ class SpreadFunction(torch.autograd.Function):
         sent = transport.start_dispatch(x_TH, numbers_of(weight_TC, expert_TC))
         sent, numbers_SI = transport.receive_numbers(sent)
         assert numbers_SI is not None
-        return transport.finish_dispatch(sent, x_TH.dtype), *weights_and_experts(numbers_SI)
+        came = transport.finish_dispatch(sent, x_TH.dtype), *weights_and_experts(numbers_SI)
+        needs = ctx.needs_input_grad[1:]  # or experts would compute what nobody asked for
+        ctx.mark_non_differentiable(*(t for t, need in zip(came, needs, strict=True) if not need))
+        return came
 
     @staticmethod
     @strictly_once_differentiable
