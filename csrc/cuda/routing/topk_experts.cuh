@@ -16,6 +16,11 @@ namespace grouped_linear::cuda {
 
 constexpr int kTopkThreads = 256, kTopkWarps = kTopkThreads / 32;
 
+// Blocks of an SM that a kernel leaves registers for, 64 or 128 a thread. Asked for none, ptxas
+// takes 32 or 40, and spills one across the division.
+template <int per_lane>
+constexpr int kTopkBlocks = per_lane <= 16 ? 4 : 2;
+
 // Larger for larger scores and largest for NaN; the same for both zeros; never 0.
 __device__ __forceinline__ uint32_t rank_of(float score) {
   if (isnan(score)) return 0xffffffff;
@@ -38,7 +43,7 @@ __device__ __forceinline__ float sum_of_warp(float value) {
 // experts and weights [T, k] of logits [T, E]: a lane has every 32nd expert, at most per_lane of
 // them. bias [E] is added to scores where experts are chosen, and nowhere else.
 template <typename Element, int per_lane>
-__global__ void __launch_bounds__(kTopkThreads)
+__global__ void __launch_bounds__(kTopkThreads, kTopkBlocks<per_lane>)
     topk_experts_kernel(const Element* logits, int64_t stride, const float* bias, int64_t T, int E,
                         int k, Scoring scoring, float* weights, int64_t* experts) {
   grid_dependency_wait();
@@ -109,7 +114,7 @@ __global__ void __launch_bounds__(kTopkThreads)
 // d_logits [T, E] of d_weights [T, k], from the same logits. Each warp has a row of E numbers in
 // shared memory. Experts outside of [0, E) have no gradient.
 template <typename Element>
-__global__ void __launch_bounds__(kTopkThreads)
+__global__ void __launch_bounds__(kTopkThreads, kTopkBlocks<1>)
     topk_experts_grad_kernel(const float* d_weights, const Element* logits, int64_t stride,
                              const int64_t* experts, int64_t T, int E, int k, Scoring scoring,
                              Element* d_logits) {
