@@ -13,7 +13,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +28,7 @@ from grouped_linear import (
 )
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices
-from support.graphs import graphs
+from support.graphs import readable
 from support.layers import linear_of
 from support.ops import OPS
 from support.pairs import in_turn
@@ -290,36 +290,15 @@ def test_fixed_capacity_compiles_once(name: str) -> None:
 
 # --- graphs --------------------------------------------------------------------------------------
 
-boxed = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd:UserWarning")
 
-
-@boxed
-def test_training_graphs_without_a_recipe() -> None:
-    assert_expected_inline(
-        graphs(None, training=True),
-        """\
-def forward(self, primals_1: "f32[3,48,32]", primals_2: "f32[3,48]", primals_3: "f32[40,32]",
-    primals_4: "i64[3]"):
-splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(primals_4, 40)
-transpose: "f32[3,32,48]" = aten.transpose.int(primals_1, -2, -1)
-grouped_mm: "f32[40,48]" = grouped_linear.grouped_mm(primals_3, transpose, splits_to_offsets,
-    primals_2)
-return (grouped_mm, primals_1, primals_3, splits_to_offsets)
-
-def forward(self, primals_1: "f32[3,48,32]", primals_3: "f32[40,32]", splits_to_offsets:
-    "i32[3]", tangents_1: "f32[40,48]"):
-grouped_bias_grad: "f32[3,48]" = grouped_linear.grouped_bias_grad(tangents_1, splits_to_offsets)
-grouped_mm_1: "f32[40,32]" = grouped_linear.grouped_mm(tangents_1, primals_1, splits_to_offsets)
-grouped_mm_wgrad: "f32[3,48,32]" = grouped_linear.grouped_mm_wgrad(tangents_1, primals_3,
-    splits_to_offsets)
-return (grouped_mm_wgrad, grouped_bias_grad, grouped_mm_1, None)""",
-    )
-
-
-@boxed
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd:UserWarning")
 def test_training_graphs_of_block_scaling() -> None:
+    backend = AotEagerAndRecordGraphs()
+    layer = GroupedLinear(E, K, N, recipe=Float8BlockScaling())
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    compiled(torch.randn(T, K, requires_grad=True), torch.tensor(SPLITS[0])).sum().backward()
     assert_expected_inline(
-        graphs(Float8BlockScaling(), training=True),
+        "\n\n".join(map(readable, backend.fw_graphs + backend.bw_graphs)),
         """\
 def forward(self, primals_1: "f32[3,48,32]", primals_2: "f32[3,48]", primals_3: "f32[40,32]",
     primals_4: "i64[3]"):
@@ -356,42 +335,6 @@ grouped_scaled_mm_1: "f32[40,32]" = grouped_linear.grouped_scaled_mm(getitem_8, 
 grouped_scaled_mm_wgrad: "f32[3,48,32]" = grouped_linear.grouped_scaled_mm_wgrad(getitem_10,
     getitem_2, getitem_11, getitem_3, splits_to_offsets, torch.float32)
 return (grouped_scaled_mm_wgrad, getitem_12, grouped_scaled_mm_1, None)""",
-    )
-
-
-def test_inference_graph_without_a_recipe() -> None:
-    assert_expected_inline(
-        graphs(None, training=False),
-        """\
-def forward(self, arg0_1: "f32[3,48,32]", arg1_1: "f32[3,48]", arg2_1: "f32[40,32]", arg3_1:
-    "i64[3]"):
-splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(arg3_1, 40)
-transpose: "f32[3,32,48]" = aten.transpose.int(arg0_1, -2, -1)
-grouped_mm: "f32[40,48]" = grouped_linear.grouped_mm(arg2_1, transpose, splits_to_offsets,
-    arg1_1)
-return (grouped_mm,)""",
-    )
-
-
-def test_inference_graph_of_block_scaling() -> None:
-    assert_expected_inline(
-        graphs(Float8BlockScaling(), training=False),
-        """\
-def forward(self, arg0_1: "f32[3,48,32]", arg1_1: "f32[3,48]", arg2_1: "f32[40,32]", arg3_1:
-    "i64[3]"):
-splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(arg3_1, 40)
-group_quantize = grouped_linear.group_quantize(arg2_1, splits_to_offsets, None, 0.0, True, True,
-    False, False, True)
-getitem: "f8e4m3fn[40,32]" = group_quantize[0]
-getitem_1: "f32[1,40]" = group_quantize[1]
-quantize_weight = grouped_linear.quantize_weight(arg0_1, 0.0, True, False)
-getitem_5: "f8e4m3fn[3,48,32]" = quantize_weight[0]
-getitem_6: "f32[3,1,1]" = quantize_weight[1]
-transpose: "f8e4m3fn[3,32,48]" = aten.transpose.int(getitem_5, -2, -1)
-transpose_1: "f32[3,1,1]" = aten.transpose.int(getitem_6, -2, -1)
-grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, transpose,
-    getitem_1, transpose_1, splits_to_offsets, arg1_1, torch.float32)
-return (grouped_scaled_mm,)""",
     )
 
 

@@ -25,7 +25,6 @@ from grouped_linear import (
     watch,
 )
 from grouped_linear.debugging import fake_quantize
-from grouped_linear.recipes import Layouts, quantize, recipe_of_wgrad
 from support import reference
 from support.compare import assert_same_bits
 from support.experts import GroupedExperts
@@ -247,17 +246,6 @@ def test_wgrad_in_16_bits() -> None:
         layer(x, list(COUNTS)).backward(dy)
         grads.append(layer.weight.grad)
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-4)  # unrounded: 2.4e-3 of it
-
-
-@pytest.mark.parametrize("recipe", [FP8, fake_quantize(FP8)], ids=str)
-def test_wgrad_of_few_features(recipe: Recipe) -> None:
-    """Down's is in 16 bits by the sizes of the layer, whether products are in FP8 or not."""
-    x, offs = torch.randn(5, 32, dtype=torch.bfloat16), torch.tensor([5], dtype=torch.int32)
-    for features in (256, 272):
-        format = recipe_of_wgrad(recipe, x.dtype, features).grad_output
-        dy = quantize(x, format, offs, Layouts(True, True))
-        assert (dy.columnwise_scale is None) == (features == 256 or recipe is not FP8)
-        assert (dy.columnwise is not None and dy.columnwise.equal(x)) == (features == 256)
 
 
 def test_wgrad_of_few_features_while_watched() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
@@ -25,7 +24,6 @@ from support import reference
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices
-from support.graphs import graphs
 from support.ops import OPS
 from support.tensors import BF16, FP32
 
@@ -258,92 +256,6 @@ def test_first_scales_compile_nothing_again() -> None:
         function(x, m_splits).sum().backward()
         update_scales(layer)
     assert counter.frame_count == 1
-
-
-# --- graphs --------------------------------------------------------------------------------------
-
-
-def test_training_graphs() -> None:
-    """Scales are only read; each amax is written once and read by nothing else."""
-    assert_expected_inline(
-        graphs(RECIPE, training=True),
-        """\
-def forward(self, primals_1: "f32[3,48,32]", primals_2: "f32[3,48]", primals_3: "f32[40,32]",
-    primals_4: "i64[3]", primals_5: "f32[3]", primals_6: "f32[3]", primals_7: "f32[3]",
-    primals_8: "f32[3]", primals_9: "f32[3]", primals_10: "f32[3]"):
-splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(primals_4, 40)
-auto_functionalized_v2 =
-    higher_order.auto_functionalized_v2(grouped_linear.group_quantize_delayed.default, x =
-    primals_3, offs = splits_to_offsets, scale = primals_5, out_dtype = torch.float8_e4m3fn,
-    rowwise = True, columnwise = True, bias_grad = False, _amax_base_index = 0, _all_bases =
-    [primals_6])
-getitem: "f8e4m3fn[40,32]" = auto_functionalized_v2[0]
-getitem_1: "f32[3]" = auto_functionalized_v2[1]
-getitem_2: "f8e4m3fn[3,32,128]" = auto_functionalized_v2[2]
-getitem_4: "f32[3]" = auto_functionalized_v2[4]
-auto_functionalized_v2_1 =
-    higher_order.auto_functionalized_v2(grouped_linear.quantize_weight_delayed.default, w =
-    primals_1, scale = primals_8, columnwise = True, _amax_base_index = 0, _all_bases =
-    [primals_7])
-getitem_5: "f8e4m3fn[3,48,32]" = auto_functionalized_v2_1[0]
-getitem_6: "f32[3]" = auto_functionalized_v2_1[1]
-getitem_7: "f8e4m3fn[3,32,48]" = auto_functionalized_v2_1[2]
-getitem_8: "f32[3]" = auto_functionalized_v2_1[3]
-transpose: "f8e4m3fn[3,32,48]" = aten.transpose.int(getitem_5, -2, -1)
-grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, transpose,
-    getitem_1, getitem_6, splits_to_offsets, primals_2, torch.float32)
-transpose_2: "f8e4m3fn[3,48,32]" = aten.transpose.int(getitem_7, -2, -1)
-copy__1: "f32[3]" = aten.copy_(primals_6, getitem_4)
-copy__2: "f32[3]" = aten.copy_(primals_7, getitem_8)
-return (grouped_scaled_mm, primals_9, splits_to_offsets, getitem_1, getitem_2, getitem_6,
-    primals_10, transpose_2)
-
-def forward(self, primals_9: "f32[3]", splits_to_offsets: "i32[3]", getitem_1: "f32[3]",
-    getitem_2: "f8e4m3fn[3,32,128]", getitem_6: "f32[3]", primals_10: "f32[3]", transpose_2:
-    "f8e4m3fn[3,48,32]", tangents_1: "f32[40,48]"):
-auto_functionalized_v2_2 =
-    higher_order.auto_functionalized_v2(grouped_linear.group_quantize_delayed.default, x =
-    tangents_1, offs = splits_to_offsets, scale = primals_9, out_dtype = torch.float8_e5m2,
-    rowwise = True, columnwise = True, bias_grad = True, _amax_base_index = 0, _all_bases =
-    [primals_10])
-getitem_9: "f8e5m2[40,48]" = auto_functionalized_v2_2[0]
-getitem_10: "f32[3]" = auto_functionalized_v2_2[1]
-getitem_11: "f8e5m2[3,48,128]" = auto_functionalized_v2_2[2]
-getitem_12: "f32[3,48]" = auto_functionalized_v2_2[3]
-getitem_13: "f32[3]" = auto_functionalized_v2_2[4]
-grouped_scaled_mm_1: "f32[40,32]" = grouped_linear.grouped_scaled_mm(getitem_9, transpose_2,
-    getitem_10, getitem_6, splits_to_offsets, None, torch.float32)
-grouped_scaled_mm_wgrad: "f32[3,48,32]" = grouped_linear.grouped_scaled_mm_wgrad(getitem_11,
-    getitem_2, getitem_10, getitem_1, splits_to_offsets, torch.float32)
-copy_: "f32[3]" = aten.copy_(primals_10, getitem_13)
-return (grouped_scaled_mm_wgrad, getitem_12, grouped_scaled_mm_1, None, None, None, None, None,
-    None, None)""",
-    )
-
-
-def test_inference_graph() -> None:
-    assert_expected_inline(
-        graphs(RECIPE, training=False),
-        """\
-def forward(self, arg0_1: "f32[3,48,32]", arg1_1: "f32[3,48]", arg2_1: "f32[40,32]", arg3_1:
-    "i64[3]", arg4_1: "f32[3]", arg5_1: "f32[3]"):
-splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(arg3_1, 40)
-auto_functionalized_v2 =
-    higher_order.auto_functionalized_v2(grouped_linear.group_quantize_delayed.default, x =
-    arg2_1, offs = splits_to_offsets, scale = arg4_1, out_dtype = torch.float8_e4m3fn, rowwise =
-    True, columnwise = False, bias_grad = False, _amax_base_index = None, _all_bases = [])
-getitem: "f8e4m3fn[40,32]" = auto_functionalized_v2[0]
-getitem_1: "f32[3]" = auto_functionalized_v2[1]
-auto_functionalized_v2_1 =
-    higher_order.auto_functionalized_v2(grouped_linear.quantize_weight_delayed.default, w =
-    arg0_1, scale = arg5_1, columnwise = False, _amax_base_index = None, _all_bases = [])
-getitem_4: "f8e4m3fn[3,48,32]" = auto_functionalized_v2_1[0]
-getitem_5: "f32[3]" = auto_functionalized_v2_1[1]
-transpose: "f8e4m3fn[3,32,48]" = aten.transpose.int(getitem_4, -2, -1)
-grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, transpose,
-    getitem_1, getitem_5, splits_to_offsets, arg1_1, torch.float32)
-return (grouped_scaled_mm,)""",
-    )
 
 
 @DEVICES

@@ -387,19 +387,6 @@ def test_the_gradient_of_x_alone(kind: str, recipe: Recipe | None) -> None:
         assert a.any()
 
 
-def test_deferred_under_autocast() -> None:
-    grads = []
-    for later in (False, True):
-        layer, (x, m_splits) = make_layer(delay_wgrad_compute=later), inputs()
-        with torch.autocast("cpu", dtype=BF16):
-            y = layer(x, m_splits)
-        y.float().square().sum().backward()
-        layer.backward_dw()
-        assert layer.weight.grad.dtype == FP32
-        grads.append(layer.weight.grad)
-    assert_same_bits(*grads)
-
-
 @pytest.mark.parametrize("single", [True, False], ids=["one", "apart"])
 def test_deferred_of_weights_that_were_put_in_place(single: bool) -> None:
     """What the forward used learns: not the layer's own weight, nor one that is computed again."""
@@ -423,12 +410,6 @@ def test_deferred_of_weights_that_were_put_in_place(single: bool) -> None:
         gradients.append((low.grad, high.grad))
     for plain, later in zip(*gradients, strict=True):
         assert_same_bits(later, plain)
-
-
-def test_deferred_is_refused_in_a_graph() -> None:
-    layer = make_layer(delay_wgrad_compute=True)
-    with pytest.raises(Exception, match="which a compiled backward cannot hand out"):
-        torch.compile(layer, fullgraph=True, backend="aot_eager")(*inputs())
 
 
 def test_overwritten_before_its_turn() -> None:

@@ -16,7 +16,6 @@ from torch._dynamo.utils import counters
 from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
-    Float8CurrentScaling,
     GroupedMLP,
     Recipe,
     SwiGLU,
@@ -25,9 +24,8 @@ from grouped_linear import (
     ops,
     update_scales,
 )
-from grouped_linear.autograd.routing import ChosenRows, CombineFunction, GatherFunction
-from grouped_linear.recipes import Layouts, quantize_for_gemms, recipe_of_wgrad
-from grouped_linear.recipes.quantize import quantize_tokens
+from grouped_linear.autograd.routing import CombineFunction, GatherFunction
+from grouped_linear.recipes import recipe_of_wgrad
 from support import reference
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
@@ -246,42 +244,6 @@ def test_gathered_in_gemms_or_before(recipe: Recipe, down_learns: bool, device: 
             torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5 * float(e.abs().sum()))
         else:
             assert_same_bits(a, e)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "fprop", "dgrad", "dgrad_alone"),
-    [
-        (Recipe(), 1536, 256, 1536),
-        (Float8BlockScaling(), 1024, 512, 1024),
-        (Float8BlockScaling(wgrad=BF16), 1024, 1024, 1024),
-        (Float8CurrentScaling(), None, None, None),
-    ],
-    ids=["bf16", "block", "bf16_wgrad", "current"],
-)
-def test_which_gemms_gather(
-    recipe: Recipe, fprop: int | None, dgrad: int | None, dgrad_alone: int | None
-) -> None:
-    """Up to so many columns of an output; None: never."""
-    x_TH = torch.randn(3, 32, dtype=BF16)
-    for columns in (16, 256, 272, 512, 528, 1024, 1040, 1536, 1552):
-        for most, operands in (
-            (fprop, quantize_tokens(x_TH, recipe.input, columns, False)),
-            (dgrad, quantize_tokens(x_TH, recipe.grad_output, columns, True)),
-            (dgrad_alone, quantize_tokens(x_TH, recipe.grad_output, columns, False)),
-        ):
-            assert (operands is not None) == (most is not None and columns <= most)
-    in_16_bits = recipe in (Recipe(), Float8BlockScaling(wgrad=BF16))
-    for columns in (256, 272):  # wgrad beside dgrad
-        tokens = quantize_tokens(x_TH, recipe.grad_output, columns, True)
-        gathers = tokens is not None and tokens.columnwise is not None
-        assert gathers == (in_16_bits and columns == 256)
-    routing = ChosenRows(*ops.sort_by_expert(torch.zeros(3, 1, dtype=torch.int64), 1))
-    for columns in (512, 528):  # wgrad alone
-        x, _, rows_R = quantize_for_gemms(
-            routing.source(x_TH), recipe.input, routing.offs, Layouts(False, True), columns
-        )
-        gathers = in_16_bits and columns == 512
-        assert gathers == (rows_R is not None) == (x.columnwise is x_TH)
 
 
 @DEVICES
@@ -552,19 +514,6 @@ def test_room_for_fewer_rows_compiled(constant: bool, device: str) -> None:
         results.append([y, *torch.autograd.grad(y.sum(), [x, *mlp.parameters()])])
         assert_all_same_bits(*results)
     assert counter.frame_count == 1
-
-
-@DEVICES
-def test_exported(device: str) -> None:
-    mlp = mlp_of("gpt_oss", Float8BlockScaling(), device)
-    inputs = [torch.randn(20, H), torch.rand(20, 2), torch.randint(-1, E, (20, 2))]
-    inputs = [t.to(device) for t in inputs]
-    tokens = {0: torch.export.Dim("T")}
-    with torch.no_grad():
-        program = torch.export.export(mlp, tuple(inputs), dynamic_shapes=(tokens,) * 3)
-        for T in (20, 7):
-            few = [t[:T] for t in inputs]
-            assert_same_bits(program.module()(*few), mlp(*few))
 
 
 @DEVICES

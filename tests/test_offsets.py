@@ -46,21 +46,6 @@ def test_splits_to_offsets(
 
 
 @pytest.mark.parametrize("device", devices("splits_to_offsets"))
-@pytest.mark.parametrize("m_splits", [[0], [0, 0, 0], [0, 7], [7, 0], [3, 0, 0, 4]])
-@pytest.mark.parametrize("spare", [0, 3])
-def test_empty_groups(spare: int, m_splits: list[int], device: str) -> None:
-    num_rows = sum(m_splits) + spare
-    offs_E = ops.splits_to_offsets(torch.tensor(m_splits, device=device), num_rows)
-    assert offs_E.tolist() == reference.splits_to_offsets(m_splits, num_rows)
-
-
-@pytest.mark.parametrize("device", devices("splits_to_offsets"))
-def test_strided_splits(device: str) -> None:
-    splits_E = torch.tensor([[3, -1], [0, -1], [5, -1]], device=device)[:, 0]
-    assert ops.splits_to_offsets(splits_E, 8).tolist() == [3, 3, 8]
-
-
-@pytest.mark.parametrize("device", devices("splits_to_offsets"))
 @pytest.mark.parametrize(
     ("m_splits", "num_rows"),
     [([0, 5, 0, 2, 9], 20), ([0, 5, 0, 2, 9], INT64_MAX), ([INT64_MAX], INT64_MAX)],

@@ -53,7 +53,6 @@ MISTAKES: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
     "x of float64": (RuntimeError, lambda layer: layer(torch.ones(5, K).double())),
     "x of float64, fp8": (RuntimeError, lambda layer: layer(torch.ones(5, K).double(), **FP8)),
     "x of bfloat16": (RuntimeError, lambda layer: layer(torch.ones(5, K, dtype=BF16))),
-    "features of x": (RuntimeError, lambda layer: layer(torch.ones(5, N))),
     "no dimension": (RuntimeError, lambda layer: layer(torch.ones(()))),
     "flag": (RuntimeError, lambda layer: layer(first=FLAG)),
     "flag of an integer": (RuntimeError, lambda layer: layer(first=torch.tensor(1))),
@@ -68,13 +67,14 @@ MISTAKES: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
     "quantized": (ValueError, lambda layer: layer(weights="int8", **FP8)),
     "dtype": (ValueError, lambda layer: layer(dtype=torch.float64)),
     "no dtype": (ValueError, lambda layer: layer(dtype="bf16")),
-    "double": (RuntimeError, lambda layer: layer(cast=torch.float64)),
-    "double, fp8": (RuntimeError, lambda layer: layer(cast=torch.float64, **FP8)),
+    "double": (RuntimeError, lambda layer: layer(cast=torch.float64, bias=False)),
     "flag of text": (RuntimeError, lambda layer: layer(first="yes")),
     "parameters on meta": (RuntimeError, lambda layer: layer(device="meta")),
 }
 # Of one of them.
 OTHERS: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
+    "features of x, linear": (RuntimeError, lambda: linear(torch.ones(5, N))),
+    "features of x, mlp": (RuntimeError, lambda: mlp(torch.ones(5, N))),
     "m_splits 10": (TypeError, lambda: linear(m_splits=10)),
     "m_splits None": (TypeError, lambda: linear(m_splits=None)),
     "m_splits of three": (RuntimeError, lambda: linear(m_splits=[1, 2, 2])),
@@ -118,60 +118,39 @@ def said(kind: type[Exception], call: Callable[[], Any]) -> str:
 
 
 def test_of_either_layer() -> None:
-    lines = [
-        said(kind, partial(call, layer))
-        for kind, call in MISTAKES.values()
+    """The same sentence, but for the names of layers and of weights."""
+    lines, others = (
+        [said(kind, partial(call, layer)) for kind, call in MISTAKES.values()]
         for layer in (linear, mlp)
-    ]
+    )
+    for line, other in zip(lines, others, strict=True):
+        other = other.replace("grouped_mlp", "grouped_linear")
+        other = other.replace("GroupedMLP", "GroupedLinear")
+        assert other.replace("gate_up_proj", "weight") == line
     assert_expected_inline(
         "\n".join(lines),
         """\
 TypeError: grouped_linear: x must be a tensor, got ndarray
-TypeError: grouped_mlp: x must be a tensor, got ndarray
 RuntimeError: grouped_linear: x must be bfloat16, float16 or float32, got float64
-RuntimeError: grouped_mlp: x must be bfloat16, float16 or float32, got float64
 RuntimeError: grouped_linear: x must be bfloat16, float16 or float32, got float64
-RuntimeError: grouped_mlp: x must be bfloat16, float16 or float32, got float64
 RuntimeError: grouped_linear: x is bfloat16, weight float32: cast one of them, or use torch.autocast
-RuntimeError: grouped_mlp: x is bfloat16, gate_up_proj float32: cast one of them, or use torch.autocast
-RuntimeError: grouped_linear: K differs: x has 32, weight 16
-RuntimeError: grouped_mlp: gate_up_proj must be [E, 2 F, 32], as x has 32 features, got [2, 64, 16]
 RuntimeError: grouped_linear: x must have a last dimension of a positive multiple of 16, got shape []
-RuntimeError: grouped_mlp: x must have a last dimension of a positive multiple of 16, got shape []
 RuntimeError: GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 1-D bool on cpu
-RuntimeError: GroupedMLP: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 1-D bool on cpu
 RuntimeError: GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 0-D int64 on cpu
-RuntimeError: GroupedMLP: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 0-D int64 on cpu
 RuntimeError: GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 0-D bool on meta
-RuntimeError: GroupedMLP: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 0-D bool on meta
 ValueError: GroupedLinear: is_first_microbatch needs cache_weights=True under the recipe Float8BlockScaling
-ValueError: GroupedMLP: is_first_microbatch needs cache_weights=True under the recipe Float8BlockScaling
 RuntimeError: GroupedLinear: is_first_microbatch=False reads the weight cache, which holds no weight yet, or none since parameters were loaded, drawn or moved: call with True
-RuntimeError: GroupedMLP: is_first_microbatch=False reads the weight cache, which holds no weight yet, or none since parameters were loaded, drawn or moved: call with True
 ValueError: GroupedLinear: recipe must be None or a grouped_linear.Recipe, got 'fp8'
-ValueError: GroupedMLP: recipe must be None or a grouped_linear.Recipe, got 'fp8'
 ValueError: GroupedLinear: recipe is the class Float8BlockScaling: call it, recipe=Float8BlockScaling()
-ValueError: GroupedMLP: recipe is the class Float8BlockScaling: call it, recipe=Float8BlockScaling()
 ValueError: GroupedLinear: bias must be True or False, got np.True_
-ValueError: GroupedMLP: bias must be True or False, got np.True_
 ValueError: GroupedLinear: cache_weights must be True or False, got 'no'
-ValueError: GroupedMLP: cache_weights must be True or False, got 'no'
 ValueError: GroupedLinear: fuse_wgrad_accumulation must be True or False, got 'no'
-ValueError: GroupedMLP: fuse_wgrad_accumulation must be True or False, got 'no'
 ValueError: GroupedLinear: weights must be None, 'both', 'fp8' or 'mxfp4', got 'int8'
-ValueError: GroupedMLP: weights must be None, 'both', 'fp8' or 'mxfp4', got 'int8'
 ValueError: GroupedLinear: dtype must be bfloat16, float16 or float32, got float64
-ValueError: GroupedMLP: dtype must be bfloat16, float16 or float32, got float64
 ValueError: GroupedLinear: dtype must be bfloat16, float16 or float32, got 'bf16'
-ValueError: GroupedMLP: dtype must be bfloat16, float16 or float32, got 'bf16'
-RuntimeError: grouped_linear: bias must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
-RuntimeError: grouped_mlp: gate_up_proj must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
-RuntimeError: grouped_linear: bias must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
-RuntimeError: grouped_mlp: gate_up_proj must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
+RuntimeError: grouped_linear: weight must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
 RuntimeError: GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 'yes'
-RuntimeError: GroupedMLP: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 'yes'
-RuntimeError: grouped_linear: weight is on meta, x is on cpu
-RuntimeError: grouped_mlp: gate_up_proj is on meta, x is on cpu""",  # noqa: E501
+RuntimeError: grouped_linear: weight is on meta, x is on cpu""",  # noqa: E501
     )
 
 
@@ -180,6 +159,8 @@ def test_of_one_layer() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
+RuntimeError: grouped_linear: K differs: x has 32, weight 16
+RuntimeError: grouped_mlp: gate_up_proj must be [E, 2 F, 32], as x has 32 features, got [2, 64, 16]
 TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got 10
 TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got None
 RuntimeError: grouped_linear: E differs: m_splits, the rows of each expert, has 3, weight 2

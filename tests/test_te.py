@@ -154,20 +154,6 @@ def test_parameters_apart() -> None:
     assert_same_bits(call(apart()), call(one))
 
 
-@RECIPES
-@pytest.mark.parametrize("to", ["separate", "packed"])
-def test_checkpoints_of_either_form(to: str, recipe: Recipe | None) -> None:
-    """Strictly, both ways, inside a model too; the dict that was given is left as it was."""
-    packed = make_layer(single_grouped_weight=True, recipe=recipe)
-    separate = apart(recipe=recipe)
-    source, target = (packed, separate) if to == "separate" else (separate, packed)
-    saved = nn.Sequential(source).state_dict()
-    names = [*saved]
-    nn.Sequential(target).load_state_dict(saved, strict=True)
-    assert [*saved] == names
-    assert_same_bits(call(target), call(source))
-
-
 def test_checkpoints_that_do_not_fit() -> None:
     state = apart().state_dict()
     del state["weight1"]

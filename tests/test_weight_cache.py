@@ -130,13 +130,6 @@ def test_reads_what_it_wrote(
         assert_all_same_bits(written, quantized)
 
 
-def test_caches_are_in_no_state_dict() -> None:
-    layer = make_mlp(QUANTIZING["block"])
-    names = [*layer.state_dict(), *(name for name, _ in layer.named_buffers())]
-    assert names == ["score", "mlp.gate_up_proj", "mlp.down_proj"]
-    assert len(kept(layer)) == 6
-
-
 MADE_COLD: dict[str, Callable[[Any], Any]] = {
     "born": lambda layer: layer,
     "load_state_dict": lambda layer: layer.load_state_dict(layer.state_dict()),
@@ -231,37 +224,6 @@ def test_a_refresh_that_no_gradient_reads(flag: Any, recipe: Recipe, device: str
     change(*weights_of(layer).values())
     layer(x.detach(), m_splits, first(True))
     assert_same_bits(torch.autograd.grad(y.sum(), down)[0], expected)
-
-
-@DEVICES
-@pytest.mark.parametrize(
-    ("fused", "compiled", "recipe"),
-    pairwise({"grad": False, "main_grad": True}, COMPILING, QUANTIZING),
-)
-def test_two_forwards_before_their_backwards(
-    fused: bool, compiled: bool, recipe: Recipe | None, device: str
-) -> None:
-    """As pipelines interleave micro-batches: with bools the numbers are those of a plain order."""
-    results = []
-    for interleaved in (False, True):
-        torch._dynamo.reset()
-        layer = make_layer(recipe, device, bias=True, fuse_wgrad_accumulation=fused)
-        if fused:
-            layer.weight.main_grad = torch.full((E, N, K), torch.nan, device=device)
-        call = call_of(layer, compiled)
-        losses, xs = [], []
-        for i in range(3):
-            x, m_splits = inputs(device, seed=i)
-            losses.append(call(x, m_splits, i == 0).square().sum())
-            xs.append(x)
-            if not interleaved:
-                losses[-1].backward()
-        if interleaved:
-            for loss in losses:
-                loss.backward()
-        results.append([x.grad for x in xs])
-        results[-1] += [layer.weight.main_grad if fused else layer.weight.grad, layer.bias.grad]
-    assert_all_same_bits(*results)
 
 
 @DEVICES

@@ -11,6 +11,7 @@ from support.compare import assert_same_bits
 from support.devices import CUDA_OPS, HAS_GPU
 from support.groups import Groups
 from support.op_info import Sample
+from support.ops import PAGES
 from support.samples import specified
 
 
@@ -34,21 +35,20 @@ def fake_sentence(sample: Sample) -> str:
         return sentence(Sample(sample.op, arguments))
 
 
-def sentences(good: Sample, mistakes: list[dict[str, Any]]) -> str:
-    """One line per mistake: the message, equal for fake, meta, CPU and CUDA tensors.
+def assert_refused(good: Sample, mistakes: list[dict[str, Any]]) -> None:
+    """Each mistake has one sentence, equal for fake, meta, CPU and CUDA tensors.
 
-    A correct call still works after the failed ones.
+    The rules are written twice, in Python and in C++. A correct call still works after the failed
+    ones.
     """
-    lines, differing = [], []
     expected = specified(good, good.results("cpu"))
     devices = ["cpu", "meta"] + (["cuda"] if HAS_GPU and good.op in CUDA_OPS else [])
     for mistake in mistakes:
         bad = good.but(**mistake)
         said = {"fake": fake_sentence(bad)} | {d: sentence(bad.on(d)) for d in devices}
-        if len(set(said.values())) > 1:
-            differing.append(said)
-        lines.append(said["fake"])
-    assert not differing
+        assert len(set(said.values())) == 1, said
+        op, _, rule = said["fake"].partition(": ")
+        assert op in PAGES, said  # another op is one that it calls
+        assert rule, said
     for actual, before in zip(specified(good, good.results("cpu")), expected, strict=True):
         assert_same_bits(actual, before)
-    return "\n".join(lines)

@@ -240,7 +240,10 @@ def swiglu_grad(
     lost = torch.zeros_like(gate_up)
     of_gate, of_up = reference.gate_and_up(lost, form.get("interleaved", False))
     # 1 + x * (1 - s) is near zero for some gates, and then loses relative to its parts; 1 - s is
-    # within 2^-23, and 0 where x without the slope's factor of up to 3 is above 18
+    # within 2^-23, and 0 where x without the slope's factor of up to 3 is above 18. A slope with a
+    # cubic term stays what it is where that term is 83.
+    if form.get("cubic"):
+        of_slope = of_slope.abs().clamp(max=83 * 3 + (form.get("alpha", 1.0) * gate).abs())
     of_one_less = 2.0**-17 if approximate else 2.0**-23
     of_gate += of_one_less * d * (up * s).abs() * of_slope.abs().clamp(max=3 * 18)
     of_gate += relative * d * (up * s).abs() * (1 + of_slope.abs() * (1 - s))
@@ -250,6 +253,7 @@ def swiglu_grad(
     of_up += 2.0**-118 * d * gate.abs()
     h = reference.swiglu(gate_up, **form)
     of_h = relative * h.abs() + 2.0**-118 * (gate * up).abs()
+    of_h = of_h.masked_fill(h.abs() > torch.finfo(FP32).max * (1 - 2.0**-20), torch.inf)
     of_weighted = weight_T.abs()[:, None] * of_h
     # however a device orders the sum, no product goes through more additions than these
     additions = dh.size(1) // 16 + 24
@@ -259,7 +263,7 @@ def swiglu_grad(
         _padded(t, rounded(t, error, dtype), T, dtype)
         for t, error in ((d_gate_up, lost), (weighted, of_weighted))
     )
-    of_weight = _padded(d_weight, of_sum + 2.0**-24 * d_weight.abs(), T, FP32)
+    of_weight = _padded(d_weight, rounded(d_weight, of_sum, FP32), T, FP32)
     return [*(replace(output, same_bits=not approximate) for output in of_both), of_weight]
 
 

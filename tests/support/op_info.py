@@ -105,8 +105,6 @@ class OpInfo:
             group's, "columns" where a column is a row's, "blocks" past the last used one.
         shares_kernels: its kernels are those of other ops, which meet all group sizes.
         mistakes: changes of a good sample, each of which is refused.
-        sentences: what is said of each mistake, a line each, without the op's name; a line that
-            begins with the name of another op is that op's.
         good: options of the sample that the mistakes change.
         too_large: for sizes past 32 bits: which argument is too large in which dimension, and the
             options of the sample.
@@ -121,7 +119,6 @@ class OpInfo:
     unspecified: tuple[str | None, ...] = ()
     shares_kernels: bool = False
     mistakes: Callable[[Sample], list[Arguments]] | None = None
-    sentences: str = ""
     good: Options = field(default_factory=dict)
     too_large: tuple[tuple[dict[str, int], Options], ...] = ()
     cuda: bool = True

@@ -134,35 +134,4 @@ OP = OpInfo(
     shares_kernels=True,
     too_large=(({"q": 1}, {}),),
     benchmark="bench_adam",
-    sentences="""\
-q must be 3-D, got 2-D
-q must be float8_e4m3fn, got float32
-E must be between 1 and 1024, got 0
-N must be a positive multiple of 16, got 24
-K must be a positive multiple of 16, got 24
-q must be contiguous
-scale must be [3, 1, 2], got [2, 1, 2]
-q_t must be float8_e4m3fn, got float32
-q_t must be [3, 144, 32], got [3, 16, 32]
-master must be bfloat16, got float32
-grad must be bfloat16, float16 or float32, got float64
-grad must be [3, 32, 144], got [2, 32, 144]
-exp_avg must be bfloat16, got float32
-grad must be contiguous
-exp_avg_sq must be [3, 32, 144], got [3, 16, 144]
-max_exp_avg_sq must be bfloat16, got float16
-step must be 0-D, got 1-D
-step must be float32, got int64
-lr_tensor must be float32, got float64
-grad_scale must be 0-D, got 1-D
-found_inf must be 0-D, got 1-D
-lr must be finite, got inf
-beta1 must be at least 0 and below 1, got 1
-beta1 must be at least 0 and below 1, got -0.5
-beta2 must be at least 0 and below 1, got nan
-weight_decay must be finite, got nan
-eps must be finite, got inf
-amax_epsilon must be finite and not negative, got -0.5
-amax_epsilon must be finite and not negative, got inf
-amax_epsilon must be finite and not negative, got nan""",
 )

@@ -50,16 +50,4 @@ OP = OpInfo(
     variants={"one": {"K": 1}, "unaligned": {"K": 60}, "long": {"K": 520}, **variants.STRIDES},
     too_large=(({"c": 0, "a": 0}, {}),),
     benchmark="bench_group_quantize",
-    sentences="""\
-c must be 2-D, got 1-D
-c must be bfloat16 or float16, got float32
-N must be a positive multiple of 16, got 40
-a must be 2-D, got 1-D
-a must be bfloat16, got float16
-M differs: a has 11, c has 12
-K must be between 1 and 536870912, got 0
-b must be 2-D, got 1-D
-b must be bfloat16, got float32
-K differs: b has 143, a has 144
-N differs: b has 16, c has 32""",
 )

@@ -71,15 +71,4 @@ OP = OpInfo(
     shares_kernels=True,
     too_large=(({"dy": 0}, {}),),
     benchmark="bench_host",
-    sentences="""\
-x_t needs scale_x_t, got none
-w_t needs scale_w, got none
-scale_w must be 3-D, got 2-D
-group_quantize: rowwise or columnwise must be true, got neither
-group_quantize: x must be bfloat16, float16 or float32, got float64
-group_quantize: offs must be int32, got int64
-grouped_scaled_mm: K differs: a has 32, b has 48
-grouped_scaled_mm_wgrad: x_t must be float8_e4m3fn, got float32
-grouped_scaled_mm_wgrad: out_dtype must be bfloat16, float16 or float32, got float64
-group_quantize: amax_epsilon must be finite and not negative, got -0.5""",
 )

@@ -51,17 +51,4 @@ OP = OpInfo(
     mistakes=mistakes,
     variants={"every_code": {"every_code": True}},
     too_large=(({"q": 1, "scale": 1}, {}),),
-    sentences="""\
-q must be 3-D, got 2-D
-q must be uint8, got int8
-E must be between 1 and 1024, got 0
-N must be a positive multiple of 16, got 24
-K must be a positive multiple of 32, got 144
-K must be at most 4194304, got 4194336
-scale must be 3-D, got 2-D
-scale must be uint8, got float32
-E differs: q has 3, scale has 2
-N differs: q has 32, scale has 16
-the number of K blocks differs: q has 5, scale has 4
-out_dtype must be bfloat16, float16 or float32, got float64""",
 )

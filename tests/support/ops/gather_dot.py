@@ -7,7 +7,7 @@ import torch
 
 from support import variants
 from support.groups import Groups
-from support.mistakes import GATHERED_SENTENCES, gathered_mistakes, like
+from support.mistakes import gathered_mistakes, like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import FP32, lay_out
 
@@ -45,10 +45,4 @@ OP = OpInfo(
     variants=variants.MANY_CHOICES,
     too_large=(({"rows": 1}, {}),),
     benchmark="bench_group_quantize",
-    sentences=GATHERED_SENTENCES
-    + """\
-a must be 2-D, got 1-D
-a must be bfloat16, got float32
-T differs: a has 11, rows has 12
-H differs: a has 16, y has 144""",
 )

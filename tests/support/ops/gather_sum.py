@@ -7,7 +7,7 @@ import torch
 
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import GATHERED_SENTENCES, gathered_mistakes, like
+from support.mistakes import gathered_mistakes, like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import lay_out
 
@@ -43,10 +43,4 @@ OP = OpInfo(
     variants={"unweighted": {"weight": False}, **variants.MANY_CHOICES},
     too_large=(({"rows": 0, "weight": 0}, {}),),
     benchmark="bench_group_quantize",
-    sentences=GATHERED_SENTENCES
-    + """\
-weight must be 2-D, got 1-D
-weight must be float32, got bfloat16
-T differs: weight has 11, rows has 12
-C differs: weight has 2, rows has 3""",
 )

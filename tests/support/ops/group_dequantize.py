@@ -45,18 +45,4 @@ OP = OpInfo(
     mistakes=mistakes,
     variants={"transposed": {"layout": "transposed"}},
     too_large=(({"q": 0, "scale": 1}, {}),),
-    sentences="""\
-q must be 2-D, got 3-D
-q must be float8_e4m3fn, got float32
-q must be float8_e4m3fn, got float8_e5m2
-K must be a positive multiple of 16, got 72
-scale must be 2-D, got 1-D
-scale must be float32, got float64
-the number of K blocks differs: q has 2, scale has 1
-the number of scale rows differs: q has 12, scale has 8
-offs must be 1-D, got 2-D
-offs must be int32, got int64
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-out_dtype must be bfloat16, float16 or float32, got float64""",
 )

@@ -47,20 +47,4 @@ OP = OpInfo(
     mistakes=mistakes,
     variants={**variants.SHARED, "transposed": {"layout": "transposed"}},
     too_large=(({"q_t": 0}, {}),),
-    sentences="""\
-q_t must be 3-D, got 2-D
-q_t must be float8_e4m3fn, got uint8
-q_t must hold blocks of 128 rows, got 64
-K must be a positive multiple of 16, got 72
-scale_t must be 2-D, got 1-D
-scale_t must be float32, got bfloat16
-the number of blocks differs: q_t has 3, scale_t has 2
-K differs: q_t has 144, scale_t has 128
-offs must be 1-D, got 2-D
-offs must be int32, got int64
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-num_rows must not be negative, got -1
-the number of blocks differs: q_t has 3, num_rows has 6
-out_dtype must be bfloat16, float16 or float32, got int32""",
 )

@@ -68,21 +68,4 @@ OP = OpInfo(
     unspecified=("rows", "columns", "blocks", "blocks"),
     too_large=(({"x": 0}, {}), ({"rows": 0}, {"index": torch.int32})),
     benchmark="bench_group_quantize",
-    sentences="""\
-x must be 2-D, got 1-D
-x must be bfloat16, float16 or float32, got float64
-x must be bfloat16, float16 or float32, got complex64
-K must be a positive multiple of 16, got 0
-K must be a positive multiple of 16, got 72
-offs must be 1-D, got 2-D
-offs must be int32, got int64
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-rows must be 1-D, got 2-D
-rows must be int32 or int64, got float32
-amax_epsilon must be finite and not negative, got -0.5
-amax_epsilon must be finite and not negative, got inf
-amax_epsilon must be finite and not negative, got nan
-rowwise or columnwise must be true, got neither
-rowwise or columnwise must be true, got neither""",
 )

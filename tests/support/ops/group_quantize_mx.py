@@ -9,7 +9,7 @@ from torch import Tensor
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import BAD_ROWS, ROWS_SENTENCES
+from support.mistakes import BAD_ROWS
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import rows
 
@@ -49,5 +49,4 @@ OP = OpInfo(
     unspecified=("rows", "rows", "blocks", "blocks"),
     too_large=(({"x": 0}, {}),),
     benchmark="bench_group_quantize",
-    sentences=ROWS_SENTENCES,
 )

@@ -8,7 +8,7 @@ import torch
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import BAD_ROWS, ROWS_SENTENCES
+from support.mistakes import BAD_ROWS
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import BF16, rows
 
@@ -44,5 +44,4 @@ OP = OpInfo(
     unspecified=("rows", "rows"),
     too_large=(({"x": 0}, {}),),
     benchmark="bench_group_quantize",
-    sentences=ROWS_SENTENCES,
 )

@@ -36,12 +36,4 @@ OP = OpInfo(
     mistakes=mistakes,
     variants=variants.LAYOUTS,
     too_large=(({"dy": 0}, {}),),
-    sentences="""\
-dy must be 2-D, got 3-D
-dy must be bfloat16, float16 or float32, got int8
-N must be a positive multiple of 16, got 24
-offs must be 1-D, got 2-D
-offs must be int32, got int64
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025""",
 )

@@ -10,7 +10,6 @@ from support import variants
 from support.groups import Groups
 from support.mistakes import (
     BAD_OFFS,
-    LOW_RANK_SENTENCES,
     bias_mistakes,
     like,
     low_rank_mistakes,
@@ -85,27 +84,4 @@ OP = OpInfo(
         ({"rows": 0}, {"gathers": "rows"}),
     ),
     benchmark="bench_grouped_mm",
-    sentences="""\
-a must be 2-D, got 1-D
-b must be 3-D, got 2-D
-a must be bfloat16, float16 or float32, got float64
-b must be bfloat16, got float32
-K differs: a has 144, b has 128
-K must be a positive multiple of 16, got 24
-N must be a positive multiple of 16, got 40
-offs must be 1-D, got 2-D
-offs must be int32, got int64
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-E differs: b has 3, offs has 2
-out_dtype must be bfloat16, float16 or float32, got float64
-bias must be bfloat16, got float32
-bias must be 2-D, got 1-D
-bias must be bfloat16, got float64
-E differs: bias has 2, offs has 3
-N differs: bias has 16, b has 32
-rows must be int32 or int64, got float32
-rows must be 1-D, got 2-D
-"""
-    + LOW_RANK_SENTENCES,
 )

@@ -13,7 +13,6 @@ from support import reference, variants
 from support.groups import Groups
 from support.mistakes import (
     BAD_OFFS,
-    LOW_RANK_SENTENCES,
     bias_mistakes,
     like,
     low_rank_mistakes,
@@ -114,32 +113,4 @@ OP = OpInfo(
     every_tensor="fp8_low",
     cuda=HOPPER,
     too_large=(({"a": 0}, {}),),
-    sentences="""\
-a must be 2-D, got 1-D
-a must be bfloat16, float16 or float32, got float64
-a must be bfloat16, float16 or float32, got float8_e4m3fn
-a must be float8_e4m3fn, got bfloat16
-the number of K blocks differs: a has 2, scale_a has 1
-b must be 3-D, got 2-D
-b must be uint8, got int8
-K must be a positive multiple of 32, got 144
-scale_b must be 3-D, got 2-D
-scale_b must be uint8, got float32
-the number of K blocks differs: b has 5, scale_b has 4
-K differs: a has 128, b has 160
-N differs: a has 160, b has 32
-offs must be 1-D, got 2-D
-offs must be int32, got int64
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-E differs: b has 3, offs has 2
-out_dtype must be bfloat16, float16 or float32, got float64
-bias must be bfloat16, got float32
-bias must be 2-D, got 1-D
-bias must be bfloat16, got float64
-E differs: bias has 2, offs has 3
-N differs: bias has 16, b has 32
-rows must be int32 or int64, got float32
-"""
-    + LOW_RANK_SENTENCES,
 )

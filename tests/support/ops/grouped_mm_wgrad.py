@@ -8,7 +8,7 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import WGRAD_SENTENCES, wgrad_mistakes
+from support.mistakes import wgrad_mistakes
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.operands import gathered_before, gathering
 from support.tensors import rows
@@ -37,7 +37,4 @@ OP = OpInfo(
     variants={**variants.LAYOUTS, **variants.OUT, **variants.GATHERED_OPERANDS},
     too_large=(({"x": 0}, {"gathers": "x_rows"}), ({"dy": 0}, {"gathers": "dy_rows"})),
     benchmark="bench_grouped_mm",
-    sentences=WGRAD_SENTENCES
-    + """\
-out_dtype must be bfloat16, float16 or float32, got float64""",
 )

@@ -9,8 +9,6 @@ from support import expected as must
 from support import variants
 from support.groups import Groups
 from support.mistakes import (
-    MAIN_GRAD_SENTENCES,
-    WGRAD_SENTENCES,
     main_grad_mistakes,
     wgrad_mistakes,
 )
@@ -47,5 +45,4 @@ OP = OpInfo(
     every_tensor="overwrite",
     too_large=(({"x": 0}, {"gathers": "x_rows"}),),
     benchmark="bench_grouped_mm",
-    sentences=WGRAD_SENTENCES + MAIN_GRAD_SENTENCES,
 )

@@ -7,7 +7,7 @@ import torch
 
 from support import variants
 from support.groups import Groups
-from support.mistakes import MAIN_GRADS_SENTENCES, main_grads_mistakes
+from support.mistakes import main_grads_mistakes
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.operands import main_grads
 from support.ops import grouped_mm_wgrad, grouped_mm_wgrad_
@@ -28,14 +28,10 @@ def expected(sample: Sample) -> Outputs:
     return outputs
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return main_grads_mistakes(good)
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
+    mistakes=main_grads_mistakes,
     variants={
         **variants.MAIN_GRAD,
         **variants.GATHERED_OPERANDS,
@@ -44,5 +40,4 @@ OP = OpInfo(
     every_tensor="overwrite",
     shares_kernels=True,
     too_large=(({"dy": 0}, {"gathers": "dy_rows"}),),
-    sentences=MAIN_GRADS_SENTENCES,
 )

@@ -13,7 +13,6 @@ from support import reference, variants
 from support.groups import Groups
 from support.mistakes import (
     BAD_OFFS,
-    LOW_RANK_SENTENCES,
     bias_mistakes,
     like,
     low_rank_mistakes,
@@ -107,34 +106,4 @@ OP = OpInfo(
     every_tensor="low",
     too_large=(({"a": 0, "scale_a": 1}, {"gathers": "rows"}),),
     benchmark="bench_grouped_mm",
-    sentences="""\
-a must be 2-D, got 1-D
-a must be float8_e4m3fn, got uint8
-K must be a positive multiple of 16, got 24
-E differs: scale_a has 12, offs has 3
-scale_a must be float32, got float16
-the number of K blocks differs: a has 2, scale_a has 3
-the number of scale rows differs: a has 12, scale_a has 16
-b must be 3-D, got 2-D
-b must be float8_e4m3fn, got bfloat16
-K differs: a has 144, b has 128
-N must be a positive multiple of 16, got 40
-scale_b must be 3-D, got 2-D
-scale_b must be float32, got float64
-E differs: b has 3, scale_b has 2
-the number of N blocks differs: b has 1, scale_b has 2
-the number of K blocks differs: b has 2, scale_b has 1
-offs must be 1-D, got 2-D
-offs must be int32, got int64
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-E differs: b has 3, offs has 4
-out_dtype must be bfloat16, float16 or float32, got float8_e4m3fn
-bias must be 2-D, got 1-D
-bias must be bfloat16, got float64
-E differs: bias has 2, offs has 3
-N differs: bias has 16, b has 32
-rows must be int32 or int64, got float32
-"""
-    + LOW_RANK_SENTENCES,
 )

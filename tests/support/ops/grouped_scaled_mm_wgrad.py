@@ -9,7 +9,7 @@ from torch import Tensor
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import SCALED_WGRAD_SENTENCES, scaled_wgrad_mistakes
+from support.mistakes import scaled_wgrad_mistakes
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.tensors import BF16, per_group_rows, quantized_columns
 
@@ -60,7 +60,4 @@ OP = OpInfo(
     variants={"default_dtype": {"out_dtype": None}, **variants.PER_GROUP, **variants.SHARED},
     too_large=(({"dy_t": 0}, {}),),
     benchmark="bench_grouped_mm",
-    sentences=SCALED_WGRAD_SENTENCES
-    + """\
-out_dtype must be bfloat16, float16 or float32, got float64""",
 )

@@ -9,8 +9,6 @@ from support import expected as must
 from support import variants
 from support.groups import Groups
 from support.mistakes import (
-    MAIN_GRAD_SENTENCES,
-    SCALED_WGRAD_SENTENCES,
     main_grad_mistakes,
     scaled_wgrad_mistakes,
 )
@@ -42,5 +40,4 @@ OP = OpInfo(
     variants={**variants.MAIN_GRAD, **variants.PER_GROUP, **variants.SHARED},
     every_tensor="overwrite",
     benchmark="bench_grouped_mm",
-    sentences=SCALED_WGRAD_SENTENCES + MAIN_GRAD_SENTENCES,
 )

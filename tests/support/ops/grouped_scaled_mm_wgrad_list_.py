@@ -7,7 +7,7 @@ import torch
 
 from support import variants
 from support.groups import Groups
-from support.mistakes import MAIN_GRADS_SENTENCES, main_grads_mistakes
+from support.mistakes import main_grads_mistakes
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.operands import main_grads
 from support.ops import grouped_scaled_mm_wgrad, grouped_scaled_mm_wgrad_
@@ -30,19 +30,14 @@ def expected(sample: Sample) -> Outputs:
     return outputs
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return main_grads_mistakes(good)
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
+    mistakes=main_grads_mistakes,
     variants={
         **variants.MAIN_GRAD,
         "views": {"per_expert": False, "overwrite": True},
     },
     every_tensor="overwrite",
     shares_kernels=True,
-    sentences=MAIN_GRADS_SENTENCES,
 )

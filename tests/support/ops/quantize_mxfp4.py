@@ -7,7 +7,7 @@ import torch
 
 from support import reference
 from support.groups import Groups
-from support.mistakes import WEIGHT_SENTENCES, bad_weights, like
+from support.mistakes import bad_weights, like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import weight, whole_blocks
 
@@ -44,7 +44,4 @@ OP = OpInfo(
         "special": {"special": True},
     },
     too_large=(({"w": 1}, {}),),
-    sentences=WEIGHT_SENTENCES
-    + """\
-K must be a positive multiple of 32, got 144""",
 )

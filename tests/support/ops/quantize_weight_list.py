@@ -49,17 +49,4 @@ OP = OpInfo(
     },
     shares_kernels=True,
     benchmark="bench_group_quantize",
-    sentences="""\
-E must be between 1 and 1024, got 1025
-w must be 2-D, got 1-D
-w must be bfloat16, float16 or float32, got float64
-N must be a positive multiple of 16, got 24
-K must be a positive multiple of 16, got 8
-w must be 2-D, got 1-D
-w must be bfloat16, got float32
-N differs: w has 16, the first w has 32
-K differs: w has 16, the first w has 144
-amax_epsilon must be finite and not negative, got -0.5
-amax_epsilon must be finite and not negative, got inf
-amax_epsilon must be finite and not negative, got nan""",
 )

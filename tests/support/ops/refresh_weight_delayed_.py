@@ -8,7 +8,7 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import REFRESH_SENTENCES, refresh_mistakes
+from support.mistakes import refresh_mistakes
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.operands import kept_weight, recorded_amax, scales
 from support.tensors import listed
@@ -46,26 +46,4 @@ OP = OpInfo(
     variants={**variants.refreshing(amax=False), "first": {"first": True}},
     every_tensor="yes",
     shares_kernels=True,
-    sentences="""\
-E differs: state has 3, w has 1
-"""
-    + REFRESH_SENTENCES
-    + """\
-refresh must be 0-D, got 1-D
-refresh must be bool, got int64
-q must be 3-D, got 4-D
-q must be float8_e4m3fn, got float64
-q must be [3, 32, 144], got [2, 32, 144]
-q must be contiguous
-scale must be 1-D, got 2-D
-scale must be float32, got float64
-scale must be [3], got [2]
-q_t must be 3-D, got 4-D
-q_t must be float8_e4m3fn, got float64
-q_t must be [3, 144, 32], got [2, 144, 32]
-q_t must be contiguous
-E differs: state has 2, w has 3
-state must be float32, got float64
-E differs: amax has 2, w has 3
-amax must be contiguous""",
 )

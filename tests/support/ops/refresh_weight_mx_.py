@@ -8,7 +8,7 @@ import torch
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import REFRESH_SENTENCES, refresh_mistakes
+from support.mistakes import refresh_mistakes
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.tensors import BF16, listed, weight
 
@@ -27,30 +27,11 @@ def expected(sample: Sample) -> Outputs:
     return must.refreshed(sample, [t.view(w.shape).to(BF16) for t in rounded])
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return refresh_mistakes(good)
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
+    mistakes=refresh_mistakes,
     variants=variants.refreshing(),
     every_tensor="yes",
     shares_kernels=True,
-    sentences="""\
-w_rowwise must be [1, 32, 144], got [3, 32, 144]
-"""
-    + REFRESH_SENTENCES
-    + """\
-refresh must be 0-D, got 1-D
-refresh must be bool, got int64
-w_rowwise must be 3-D, got 4-D
-w_rowwise must be bfloat16, got float64
-w_rowwise must be [3, 32, 144], got [2, 32, 144]
-w_rowwise must be contiguous
-w_columnwise must be 3-D, got 4-D
-w_columnwise must be bfloat16, got float64
-w_columnwise must be [3, 32, 144], got [2, 32, 144]
-w_columnwise must be contiguous""",
 )

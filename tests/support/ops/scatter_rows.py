@@ -45,12 +45,4 @@ OP = OpInfo(
     mistakes=mistakes,
     variants=variants.MANY_CHOICES,
     too_large=(({"x": 0, "rows": 0}, {}),),
-    sentences="""\
-x must be 2-D, got 1-D
-x must be bfloat16, float16 or float32, got float64
-H must be a positive multiple of 16, got 24
-rows must be 2-D, got 1-D
-rows must be int32 or int64, got int16
-T differs: rows has 12, x has 11
-num_rows must not be negative, got -1""",
 )

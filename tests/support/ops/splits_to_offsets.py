@@ -44,17 +44,4 @@ OP = OpInfo(
     expected=expected,
     mistakes=mistakes,
     variants={"aligned": {"alignment": 128}, "scaled": {"stride": 144, "out_dtype": torch.int64}},
-    sentences="""\
-m_splits must be 1-D, got 2-D
-m_splits must be int32 or int64, got float32
-m_splits must be int32 or int64, got uint16
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-out_dtype must be int32 or int64, got float32
-num_rows must not be negative, got -1
-alignment must be positive, got 0
-stride must be positive, got 0
-num_rows * stride does not fit in int32, got 2147483648 * 1
-num_rows * stride does not fit in int32, got 1073741824 * 2
-num_rows * stride does not fit in int64, got 4611686018427387904 * 2""",
 )

@@ -8,7 +8,7 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import SWIGLU_SENTENCES, swiglu_mistakes
+from support.mistakes import swiglu_mistakes
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.tensors import rows
 
@@ -21,16 +21,11 @@ def expected(sample: Sample) -> Outputs:
     return [must.swiglu(sample["gate_up"], sample["offs"], must.form_of(sample))]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return swiglu_mistakes(good)
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
+    mistakes=swiglu_mistakes,
     variants=variants.SWIGLU,
     too_large=(({"gate_up": 0}, {}),),
     benchmark="bench_group_quantize",
-    sentences=SWIGLU_SENTENCES,
 )

@@ -8,7 +8,7 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import SWIGLU_GRAD_SENTENCES, swiglu_grad_mistakes
+from support.mistakes import swiglu_grad_mistakes
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.tensors import per_row, rows
 
@@ -24,16 +24,11 @@ def expected(sample: Sample) -> Outputs:
     return [*must.swiglu_grad(*inputs, must.form_of(sample))]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return swiglu_grad_mistakes(good)
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
+    mistakes=swiglu_grad_mistakes,
     variants=variants.SWIGLU,
     too_large=(({"dh": 0, "gate_up": 0, "weight": 0}, {}),),
     benchmark="bench_group_quantize",
-    sentences=SWIGLU_GRAD_SENTENCES,
 )

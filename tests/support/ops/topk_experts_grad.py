@@ -7,7 +7,7 @@ import torch
 
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import BAD_SCORING, SCORING_SENTENCES, like
+from support.mistakes import BAD_SCORING, like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import lay_out
 from support.tolerances import rounded
@@ -81,19 +81,4 @@ OP = OpInfo(
     },
     too_large=(({"d_weights": 0, "logits": 0, "experts": 0}, {}),),
     benchmark="bench_group_quantize",
-    sentences="""\
-d_weights must be 2-D, got 1-D
-d_weights must be float32, got float64
-logits must be 2-D, got 1-D
-logits must be bfloat16, float16 or float32, got float64
-E must be between 1 and 1024, got 1025
-k must be between 1 and E, which is 2, got 3
-"""
-    + SCORING_SENTENCES
-    + """\
-T differs: logits has 11, d_weights has 12
-experts must be 2-D, got 1-D
-experts must be int64, got int32
-T differs: experts has 11, d_weights has 12
-k differs: experts has 2, d_weights has 3""",
 )

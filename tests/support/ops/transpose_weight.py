@@ -41,12 +41,4 @@ OP = OpInfo(
     mistakes=mistakes,
     variants={"strided": {"layout": "strided"}},
     too_large=(({"q": 1}, {}),),
-    sentences="""\
-q must be 3-D, got 2-D
-q must be float8_e4m3fn, got float32
-q must be float8_e4m3fn, got float8_e5m2
-E must be between 1 and 1024, got 0
-E must be between 1 and 1024, got 1025
-N must be a positive multiple of 16, got 24
-K must be a positive multiple of 16, got 8""",
 )
