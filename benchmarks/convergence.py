@@ -3,6 +3,7 @@
     python -m benchmarks.convergence --seeds 5 --tokens 100e6
     python -m benchmarks.convergence --modes bf16 fp8 bf16_wgrad e5m2 --seeds 3
     python -m benchmarks.convergence --modes bf16 fp8 --seeds 1 --tokens 1e9 --together
+    python -m benchmarks.convergence --modes fp8 fp8_restarted --seeds 1
     python -m benchmarks.convergence --report          # the page and pictures of what is recorded
 
 A model of Qwen3's form (transformers' Qwen3MoeForCausalLM) learns the Python source that is
@@ -23,7 +24,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +36,7 @@ from torch.nn import functional
 
 from benchmarks import convergence_report as report
 from benchmarks import timing
-from benchmarks.convergence_report import Record
+from benchmarks.convergence_report import RESTARTED, Record
 from benchmarks.python_source import Corpus, corpus
 from grouped_linear import Float8BlockScaling, Format, Recipe, convert
 from grouped_linear.debugging import fake_quantize
@@ -70,6 +72,7 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16_grad_output": {"recipe": fake_quantize(FP8, ("input", "weight"))},
     "e5m2_grad_output": {"recipe": Recipe(FAKE.input, FAKE.weight, Format(quantize=to_e5m2))},
 }
+MODES |= {restarted: MODES[mode] for restarted, mode in RESTARTED.items()}
 NUDGE = 1 + 2.0**-20  # what initial weights are multiplied by: far less than BF16 rounds
 
 
@@ -211,8 +214,11 @@ class Training:
         self.held_out = held_out.split(scale.batch)
         self.ends_line = data.ends_line.to(device)
 
-    def run(self, seed: int, tokens: int) -> list[Record]:
-        """Train once."""
+    def run(self, seed: int, tokens: int, half: Path | None = None) -> list[Record] | None:
+        """Train once. With a path the first call saves half of a run there, the second goes on.
+
+        Returns: the run's rows, or None of a half.
+        """
         steps = tokens // self.scale.tokens_of_step(self.processes)
         self.model.load_state_dict(new_model(self.scale, seed, self.device).state_dict())
         if self.mode == "nudged":
@@ -222,9 +228,21 @@ class Training:
         optimizer = optimizer_of(self.model, self.scale.learning_rate)
         losses: list[Tensor] = []
         rows: list[Record] = []
+        begins, ends = 0, steps
+        if half is not None:
+            half = half.with_suffix(f".{self.rank}.pt")
+            if half.exists():
+                # The step is the position in the data and in the schedule, too.
+                begins, losses, cells, model, optimizer_state = torch.load(half, self.device)
+                rows = [Record(*row) for row in cells]
+                self.model.load_state_dict(model)
+                optimizer.load_state_dict(optimizer_state)
+            else:
+                ends = steps // 2
         timed, begin = 0.0, 0.0
-        first = min(EVERY, steps // (2 * EVALUATIONS))  # step that is timed: compiled by then
-        for step, ids_BS in enumerate(self.batches(seed, steps)):
+        # The step that is timed first: compiled by then.
+        first = begins + min(EVERY, steps // (2 * EVALUATIONS))
+        for step, ids_BS in islice(enumerate(self.batches(seed, steps)), begins, ends):
             if step == first:
                 synchronize(self.device)
                 begin = time.perf_counter()
@@ -252,6 +270,11 @@ class Training:
                     row = row._replace(tokens_per_second=round(speed), **self.evaluate())
                     begin = time.perf_counter()
                 rows.append(row)
+        if half is not None and ends < steps:
+            cells = [tuple(row) for row in rows]
+            states = self.model.state_dict(), optimizer.state_dict()
+            torch.save((ends, losses[-EVERY:], cells, *states), half)
+            return None
         return [row._replace(loss=float(row.loss)) for row in rows]
 
     def batches(self, seed: int, steps: int) -> Iterator[Tensor]:
@@ -350,6 +373,8 @@ class Work:
     processes: int
     together: bool
     todo: Any
+    halves: Any
+    """Runs that were stopped, which another process continues."""
     lock: Any
 
     def take(self, mode: str | None, needed: float) -> tuple[str, int] | None:
@@ -366,6 +391,10 @@ class Work:
             run = next((run for run in self.todo if run[0] == mode), self.todo[0])
             self.todo.remove(run)
             return tuple(run)
+
+    def half(self, mode: str, seed: int) -> Path | None:
+        """The file of a run that is to be restarted."""
+        return self.corpus.with_name(f"{mode}_{seed}") if mode in RESTARTED else None
 
     def add(self, rows: list[Record]) -> None:
         with self.lock, self.path.open("a", newline="") as file:
@@ -397,9 +426,14 @@ def train(index: int, work: Work) -> None:
             compiling = True
         else:
             compiling = False
-        rows = training.run(seed, work.tokens)
+        rows = training.run(seed, work.tokens, work.half(mode, seed))
         needed = time.time() - begin
-        if training.rank == 0:
+        if training.rank > 0:
+            continue
+        if rows is None:
+            work.halves.append(run)
+            print(f"{mode:16} seed {seed}  stopped at half  {needed:.0f} s", flush=True)
+        else:
             work.add(rows)
             first, last = rows[0], rows[-1]
             print(
@@ -462,12 +496,17 @@ def train_all(options: argparse.Namespace, path: Path, device: torch.device) -> 
             options.processes,
             options.together,
             manager.list(todo),
+            manager.list(),
             manager.Lock(),
         )
         if options.processes > 1:
             torch.multiprocessing.spawn(train, (work,), options.processes)
         else:
             train(0, work)
+        if work.halves:
+            Path(f"{saved}.meeting").unlink(missing_ok=True)
+            again = replace(work, todo=work.halves)
+            torch.multiprocessing.spawn(train, (again,), options.processes)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -27,7 +27,11 @@ LABELS = {
     "bf16_weight": "FP8, weights in BF16",
     "bf16_grad_output": "FP8, gradients in BF16",
     "e5m2_grad_output": "FP8, gradients in e5m2",
+    "bf16_restarted": "BF16, stopped at half and restarted",
+    "fp8_restarted": "FP8, stopped at half and restarted",
+    "both_restarted": 'FP8, `weights="both"`, stopped at half and restarted',
 }
+RESTARTED = {f"{mode}_restarted": mode for mode in ("bf16", "fp8", "both")}
 COLOURS = {"bf16": "#56B4E9", "fp8": "#D55E00", "both": "#882255", "nudged": "#009E73"}
 # Student's t: 97.5% lie below it with 1, 2, ... degrees of freedom.
 T_975 = (
@@ -52,7 +56,7 @@ class Record(NamedTuple):
 
     def cells(self) -> list[str]:
         measures = (self.held_out, self.accuracy, self.lines)
-        known = ["" if math.isnan(x) else f"{x:.6f}" for x in measures]
+        known = ["" if math.isnan(x) else repr(x) for x in measures]  # all digits
         speed = str(self.tokens_per_second or "")
         return [*map(str, self[:5]), f"{self.loss:.5f}", *known, speed]
 
@@ -121,6 +125,7 @@ def write(path: Path) -> str:
         runs = runs_of([row for row in rows if (row.corpus, row.tokens) == (corpus, tokens)])
         name = f"{path.stem}_{tokens / 1e6:g}M"
         parts += [f"## {tokens / 1e6:g} M tokens a run", timing.markdown(table(runs))]
+        parts += restarts(runs)
         if BASELINE in runs:
             parts += [spread(runs), f"![Losses]({name}.png)"]
             plot(runs, path.with_name(f"{name}.png"))
@@ -167,6 +172,24 @@ def spread(runs: Runs) -> str:
         f"± is Student's 95% interval over paired seeds. Unpaired, BF16's held-out losses of "
         f"{len(last)} seeds have a standard deviation of {deviation:.2f}%."
     )
+
+
+def restarts(runs: Runs) -> list[str]:
+    """A sentence of each mode that was restarted, where its runs were also made in one piece."""
+    sentences = []
+    for restarted, mode in RESTARTED.items():
+        seeds = sorted(runs.get(restarted, {}).keys() & runs.get(mode, {}).keys())
+        if seeds:
+            curves = [
+                [[row.cells()[4:-1] for row in runs[name][seed]] for name in (restarted, mode)]
+                for seed in seeds
+            ]
+            equal = sum(a == b for a, b in curves)
+            sentences.append(
+                f"{LABELS[restarted]}: {equal} of {len(seeds)} runs have the losses of the run in "
+                "one piece, the held-out ones to the last bit."
+            )
+    return sentences
 
 
 def plot(runs: Runs, path: Path) -> None:

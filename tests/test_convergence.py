@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import convergence, python_source
-from benchmarks.convergence_report import Interval, Record, recorded, runs_of, table
+from benchmarks.convergence_report import RESTARTED, Interval, Record, recorded, runs_of, table
 
 pytest.importorskip("transformers", minversion="5.23")
 
@@ -102,7 +102,7 @@ def test_runs_are_paired_and_add_up(tmp_path: Path, capsys: pytest.CaptureFixtur
     tokens = steps * scale.batch * scale.context
     call = ["--scale=tiny", "--no-compile", "--device=cpu", f"--tokens={tokens}"]
     call += [f"--text={TEXT}", f"--output-dir={tmp_path}"]
-    modes = ["--modes", "bf16", "fp8", "both", "nudged", "e5m2_grad_output"]
+    modes = ["--modes", "bf16", "fp8", "both", "nudged", "e5m2_grad_output", *RESTARTED]
     convergence.main([*call, *modes, "--seeds=1"])
     path = tmp_path / "convergence_cpu.csv"
     first = recorded(path)
@@ -114,6 +114,9 @@ def test_runs_are_paired_and_add_up(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert curve[0] == pytest.approx(losses["bf16"][0], rel=1e-3), mode
     assert losses["both"] == losses["fp8"]  # weights are quantized elsewhere, to the same numbers
     assert losses["fp8"] != losses["bf16"] != losses["nudged"]
+    of_mode = {mode: [row.cells()[4:-1] for row in first if row.mode == mode] for mode in losses}
+    for restarted, mode in RESTARTED.items():  # half of it in another process
+        assert of_mode[restarted] == of_mode[mode], mode
 
     convergence.main([*call, "--modes", "bf16", "fp8", "--seeds=2"])
     second = recorded(path)
@@ -127,6 +130,7 @@ def test_runs_are_paired_and_add_up(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert page in capsys.readouterr().out
     assert "corpus " in page
     assert "| FP8, gradients in e5m2 " in page
+    assert page.count(" stopped at half and restarted: 1 of 1 runs have the losses of ") == 3
     assert (tmp_path / f"convergence_cpu_{tokens / 1e6:g}M.png").stat().st_size > 10_000
 
 
@@ -138,12 +142,16 @@ def test_processes_train_one_model_together(
     tiny = convergence.SCALES["tiny"]
     tokens = 12 * 2 * tiny.batch * tiny.context
     call = ["--scale=tiny", "--no-compile", "--device=cpu", f"--tokens={tokens}", "--seeds=1"]
-    call += [f"--text={TEXT}", "--modes", "bf16", "both", "--output-dir"]
+    call += [f"--text={TEXT}", "--modes", "bf16", "both", "both_restarted"]
+    call += ["--output-dir"]
     convergence.main([*call, str(tmp_path / "two"), "--processes=2", "--together"])
     monkeypatch.setitem(convergence.SCALES, "tiny", replace(tiny, batch=2 * tiny.batch))
     convergence.main([*call, str(tmp_path / "one")])
     two, one = (recorded(tmp_path / name / "convergence_cpu.csv") for name in ("two", "one"))
     assert [row[:5] for row in two] == [row[:5] for row in one]
+    for rows in (two, one):
+        both, restarted = ([r for r in rows if r.mode == m] for m in ("both", "both_restarted"))
+        assert [row.cells()[4:-1] for row in restarted] == [row.cells()[4:-1] for row in both]
     for a, b in zip(two, one, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-3)
 
