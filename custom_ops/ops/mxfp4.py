@@ -76,7 +76,7 @@ def grouped_mm_mxfp4(
     a_low: Tensor | None = None,
     b_low: Tensor | None = None,
 ) -> Tensor:
-    """Multiply each group of rows by its own weight in MXFP4, on CPUs and on Hopper.
+    """Multiply each group of rows by its own weight in MXFP4.
 
     For group e, its rows t and the weight w: ``y[t] = a[t] @ w[e].T + bias[e]``, or without
     ``transpose_b``, as dgrad, ``y[t] = a[t] @ w[e]``. Sums are float32 and rounded once. The weight
@@ -101,9 +101,6 @@ def grouped_mm_mxfp4(
 
     Returns:
         [T, N], or [T, K] without ``transpose_b``; zero at and past offs[-1].
-
-    Raises:
-        RuntimeError: on a GPU of another compute capability than 9.0.
 
     >>> w = quantize_mxfp4(torch.ones(2, 16, 64))
     >>> offs = torch.tensor([2, 5], dtype=torch.int32)

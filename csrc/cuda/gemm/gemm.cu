@@ -27,6 +27,21 @@ bool runs_on_sm90(const Launch& launch) {
 #endif
 }
 
+// Raises where this library has no portable kernels for the device.
+void check_portable(const Launch& launch) {
+  [[maybe_unused]] const int capability = launch.compute_capability();
+#if defined(GROUPED_LINEAR_SM90) && !defined(GROUPED_LINEAR_BUILD_PORTABLE)
+  check(
+      capability != 90, launch.op(),
+      ": GROUPED_LINEAR_PORTABLE is 1, and this library has no portable kernels for Hopper: unset "
+      "it, or build with GROUPED_LINEAR_BUILD_PORTABLE=1 in the environment");
+#endif
+#ifndef GROUPED_LINEAR_SM80
+  fail(launch.op(), ": this library was built for compute capability 9.0 alone, the GPU has ",
+       capability / 10, ".", capability % 10);
+#endif
+}
+
 }  // namespace
 
 bool adds_low_rank(const Launch& launch, const LowRank& low) {
@@ -38,19 +53,10 @@ void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm) {
   if (gemm.a.scalar_type() == ScalarType::Float) return simt::run_grouped_gemm(launch, gemm);
 #ifdef GROUPED_LINEAR_SM90
   if (runs_on_sm90(launch)) return sm90::run_grouped_gemm(launch, gemm);
-#ifndef GROUPED_LINEAR_BUILD_PORTABLE
-  check(
-      launch.compute_capability() != 90, launch.op(),
-      ": GROUPED_LINEAR_PORTABLE is 1, and this library has no portable kernels for Hopper: unset "
-      "it, or build with GROUPED_LINEAR_BUILD_PORTABLE=1 in the environment");
 #endif
-#endif
+  check_portable(launch);
 #ifdef GROUPED_LINEAR_SM80
   sm80::run_grouped_gemm(launch, gemm);
-#else
-  const int capability = launch.compute_capability();
-  fail(launch.op(), ": this library was built for compute capability 9.0 alone, the GPU has ",
-       capability / 10, ".", capability % 10);
 #endif
 }
 
@@ -58,9 +64,10 @@ void run_mxfp4(const Launch& launch, const GroupedGemm& gemm, Major b_major) {
 #ifdef GROUPED_LINEAR_SM90
   if (runs_on_sm90(launch)) return sm90::run_mxfp4(launch, gemm, b_major);
 #endif
-  fail(launch.op(),
-       ": a weight in MXFP4 needs compute capability 9.0 (Hopper) or a CPU: elsewhere multiply by "
-       "what dequantize_mxfp4 gives");
+  check_portable(launch);
+#ifdef GROUPED_LINEAR_SM80
+  sm80::run_mxfp4(launch, gemm, b_major);
+#endif
 }
 
 #ifdef GROUPED_LINEAR_SM90

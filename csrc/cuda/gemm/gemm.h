@@ -85,8 +85,8 @@ GroupedGemm gather_before(const Launch& launch, GroupedGemm gemm);
 // Computes it on the launch's stream, by the operands' type and the device's compute capability.
 void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm);
 
-// The same M-grouped, of a b that is a weight w [E, N, K] in MXFP4: codes and, in scale_b, scales as
-// they are stored. The output's columns are w's rows (kK, fprop) or its columns (kMN, dgrad).
+// The same M-grouped in BF16, of a b that is a weight w [E, N, K] in MXFP4: codes and, in scale_b,
+// scales as they are stored. The output's columns are w's rows (kK, fprop) or its columns (kMN, dgrad).
 void run_mxfp4(const Launch& launch, const GroupedGemm& gemm, Major b_major);
 
 // Whether a kernel on this device adds such a product to the first one's accumulators.

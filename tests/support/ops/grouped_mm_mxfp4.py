@@ -3,7 +3,6 @@
 T rows, E groups, K in_features, N out_features.
 """
 
-import os
 from dataclasses import replace
 
 import torch
@@ -21,12 +20,6 @@ from support.mistakes import (
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.operands import bias, gathered_before, gathering, low_rank
 from support.tensors import BF16, mxfp4_weight, quantized_rows, rows, whole_blocks
-
-# No portable kernel reads MXFP4.
-HOPPER = not torch.cuda.is_available() or (
-    torch.cuda.get_device_capability() == (9, 0)
-    and os.environ.get("GROUPED_LINEAR_PORTABLE") != "1"
-)
 
 
 def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
@@ -111,6 +104,5 @@ OP = OpInfo(
         "fp8_low_dgrad": {"r": 16, **FP8, **DGRAD},
     },
     every_tensor="fp8_low",
-    cuda=HOPPER,
     too_large=(({"a": 0}, {}),),
 )

@@ -22,7 +22,7 @@ constexpr int kScaleBlock = kBlock, kPaddedBlock = kBlock;
 enum class GroupRows { kMany, kFew };
 
 template <typename A_, typename B_, Scaling kScaling, Grouping kGrouping, GroupRows kGroupRows,
-          Major kAMajor_ = Major::kK, Major kBMajor_ = Major::kK>
+          Major kAMajor_ = Major::kK, Major kBMajor_ = Major::kK, bool kDecodesB_ = false>
 struct GemmConfig {
   using A = A_;
   using B = B_;
@@ -35,6 +35,8 @@ struct GemmConfig {
   static constexpr bool kScale1x128 = kScaling == Scaling::kScale1x128;
   static constexpr bool kBlockScaled = kScale1x128 || kScaling == Scaling::kScale128x128;
   static constexpr Major kAMajor = kAMajor_, kBMajor = kBMajor_;
+  // Whether b is a weight in MXFP4, see mxfp4_loader.cuh.
+  static constexpr bool kDecodesB = kDecodesB_;
 
   // A thread's accumulators: 128 registers in 16 bits. In FP8 64, and as many partial ones.
   static constexpr bool kFewRows = kGroupRows == GroupRows::kFew;

@@ -8,6 +8,10 @@ namespace grouped_linear::cuda::sm80 {
 void run_16bit(const Launch& launch, const GroupedGemm& gemm);  // gemm_16bit.cu
 void run_fp8(const Launch& launch, const GroupedGemm& gemm);    // gemm_fp8.cu
 
+// M-grouped GEMMs in BF16 whose b is a weight w [E, N, K] in MXFP4, codes and scale_b as they are
+// stored. The output's columns are w's rows (kK, fprop) or its columns (kMN, dgrad). gemm_mxfp4.cu
+void run_mxfp4(const Launch& launch, const GroupedGemm& gemm, Major b_major);
+
 // BF16, FP16 and FP8 operands. No kernel here gathers.
 inline void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm) {
   if (gemm.a_rows || gemm.b_rows)

@@ -20,7 +20,7 @@ namespace grouped_linear::cuda::sm80 {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
-    grouped_gemm_kernel(const __grid_constant__ Operands operands, const int32_t* offs,
+    grouped_gemm_kernel(const __grid_constant__ OperandsOf<Config> operands, const int32_t* offs,
                         const __grid_constant__ EpilogueArguments epilogue,
                         unsigned long long* counter, const __grid_constant__ TileCounts counts,
                         const __grid_constant__ GemmShape shape) {

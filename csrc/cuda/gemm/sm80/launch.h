@@ -28,7 +28,7 @@ int64_t most_tiles(const GemmShape& shape, const TileCounts& counts) {
 }
 
 template <typename Config>
-void launch_gemm(const Launch& launch, const Operands& operands, const GroupedGemm& gemm,
+void launch_gemm(const Launch& launch, const OperandsOf<Config>& operands, const GroupedGemm& gemm,
                  const EpilogueArguments& epilogue) {
   const GemmShape& shape = gemm.shape;
   constexpr int bytes = shared_bytes<Config>();

@@ -121,8 +121,9 @@ class WarpTile {
       RawFragments<Config> odd;
 #pragma unroll
       for (int step = 0; step < kSteps; step += 2) {
+        if (Config::kDecodesB && step == 0) pipeline_.load_next();  // takes registers
         read(odd, step + 1);
-        if (step == 0) pipeline_.load_next();
+        if (!Config::kDecodesB && step == 0) pipeline_.load_next();
         multiply(even_);
         read_after(step + 1);
         multiply(odd);

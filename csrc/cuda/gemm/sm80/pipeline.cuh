@@ -4,6 +4,7 @@
 
 #include "cuda/common/cp_async.cuh"
 #include "cuda/gemm/sm80/loader.cuh"
+#include "cuda/gemm/sm80/mxfp4_loader.cuh"
 #include "cuda/gemm/sm80/shared_storage.cuh"
 #include "cuda/gemm/sm80/tile_counter.cuh"
 
@@ -17,6 +18,16 @@ struct Operands {
   int64_t scale_a_stride;
   int64_t scale_b_group_stride, scale_b_row_stride, scale_b_k_stride;
 };
+
+struct Mxfp4Operands {
+  OperandView a;
+  Mxfp4View b;
+};
+template <typename Config>
+using OperandsOf = std::conditional_t<Config::kDecodesB, Mxfp4Operands, Operands>;
+template <typename Config>
+using LoaderOfB = std::conditional_t<Config::kDecodesB, Mxfp4Loader<Config>,
+                                     Loader<Config, Config::kTileN, Config::kBMajor>>;
 
 // Loads a k-block's scales: a thread one of a's rows, another one of b's columns. Where all of b's
 // columns have one scale, every other thread loads that.
@@ -71,9 +82,10 @@ template <typename Config>
 class Pipeline {
  public:
   // All threads of the block. tiles: how many there are.
-  __device__ __forceinline__ Pipeline(SharedStorage<Config>& shared, const Operands& operands,
-                                      const TileCounts& counts, const GemmShape& shape,
-                                      unsigned long long* counter, int tiles)
+  __device__ __forceinline__ Pipeline(SharedStorage<Config>& shared,
+                                      const OperandsOf<Config>& operands, const TileCounts& counts,
+                                      const GemmShape& shape, unsigned long long* counter,
+                                      int tiles)
       : shared_(shared),
         operands_(operands),
         counts_(counts),
@@ -173,12 +185,12 @@ class Pipeline {
   }
 
   SharedStorage<Config>& shared_;
-  const Operands& operands_;
+  const OperandsOf<Config>& operands_;
   const TileCounts& counts_;
   const GemmShape& shape_;
   TileCounter counter_;
   Loader<Config, Config::kTileM, Config::kAMajor> a_;
-  Loader<Config, Config::kTileN, Config::kBMajor> b_;
+  LoaderOfB<Config> b_;
   ScaleLoader<Config> scales_;
   int tiles_, left_ = 0;            // stages of the tile to load; less: there are no more tiles
   uint32_t stages_, read_, write_;  // addresses

@@ -48,6 +48,20 @@ __device__ __forceinline__ float2 ld_shared_float2(uint32_t from) {
   return value;
 }
 
+__device__ __forceinline__ void st_shared_16(uint32_t to, const uint32_t (&words)[4]) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]),
+               "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+// Two products in bfloat16, a * b - 0: 8.0 has no other multiplication. Subnormal numbers stay what
+// they are.
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000));
+  return product;
+}
+
 // Four matrices of 8 rows of 16 bytes; lane i names row i % 8 of matrix i / 8.
 template <bool transposed = false>
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], uint32_t from) {

@@ -11,8 +11,8 @@ void run_fp8(const Launch& launch, const GroupedGemm& gemm);    // gemm_fp8.cu
 // M-grouped GEMMs with a second product. gemm_low_rank.cu
 void run_low_rank(const Launch& launch, const GroupedGemm& gemm);
 
-// M-grouped GEMMs whose b is a weight w [E, N, K] in MXFP4, codes and scale_b as they are stored. The
-// output's columns are w's rows (kK, fprop) or its columns (kMN, dgrad). gemm_mxfp4.cu
+// M-grouped GEMMs in BF16 whose b is a weight w [E, N, K] in MXFP4, codes and scale_b as they are
+// stored. The output's columns are w's rows (kK, fprop) or its columns (kMN, dgrad). gemm_mxfp4.cu
 void run_mxfp4(const Launch& launch, const GroupedGemm& gemm, Major b_major);
 
 // fprop in BF16 of such a weight whose groups have few rows. gemm_mxfp4_few_rows.cu

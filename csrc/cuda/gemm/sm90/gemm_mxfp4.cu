@@ -1,10 +1,8 @@
-// M-grouped GEMMs of a weight in MXFP4.
+// M-grouped GEMMs in BF16 of a weight in MXFP4.
 #include "cuda/gemm/sm90/kernel_mxfp4.cuh"
 #include "cuda/gemm/sm90/launch.h"
-#include "cuda/gemm/sm90/mxfp4_e4m3.cuh"
 #include "cuda/gemm/sm90/mxfp4_scales.cuh"
 #include "cuda/gemm/sm90/operands_16bit.h"  // kLine
-#include "ops.h"
 
 namespace grouped_linear::cuda::sm90 {
 namespace {
@@ -94,40 +92,9 @@ void launch_mxfp4(const Launch& launch, const GroupedGemm& gemm) {
              shape);
 }
 
-// Beside FP8: e4m3 numbers are made before the GEMM.
-GroupedGemm with_e4m3(const Launch& launch, GroupedGemm gemm, Major major) {
-  const Tensor codes = vector_readable(as_dense(gemm.b), 2), scale = as_dense(*gemm.scale_b);
-  const int64_t E = codes.size(0), N = codes.size(1), K = 2 * codes.size(2);
-  const int64_t row_blocks = ceil_div(N, kBlock), k_blocks = ceil_div(K, kBlock);
-  const bool k_major = major == Major::kK;
-  const Tensor q =
-      new_tensor(codes, k_major ? Shape{E, N, K} : Shape{E, K, N}, ScalarType::Float8_e4m3fn);
-  const Tensor blocks = new_tensor(codes, {E, row_blocks, k_blocks}, ScalarType::Float);
-  const dim3 grid(static_cast<unsigned>(row_blocks), static_cast<unsigned>(k_blocks),
-                  static_cast<unsigned>(E));
-  launch.run(k_major ? mxfp4_to_e4m3_kernel<false> : mxfp4_to_e4m3_kernel<true>, grid, kE4m3Threads,
-             0, codes.const_data_ptr<uint8_t>(), scale.const_data_ptr<uint8_t>(),
-             static_cast<uint8_t*>(q.data_ptr()), static_cast<float*>(blocks.data_ptr()),
-             static_cast<int>(N), static_cast<int>(K));
-  gemm.b = q;
-  gemm.scale_b = k_major ? blocks : transposed(blocks);
-  return gemm;
-}
-
-// Beside FP16, in which the numbers' scales have no place: numbers are made before the GEMM.
-GroupedGemm with_numbers(GroupedGemm gemm, Major major) {
-  const Tensor w = dequantize_mxfp4(gemm.b, *gemm.scale_b, gemm.a.scalar_type());
-  gemm.b = major == Major::kK ? w : transposed(w);
-  gemm.scale_b.reset();
-  return gemm;
-}
-
 }  // namespace
 
 void run_mxfp4(const Launch& launch, const GroupedGemm& in, Major major) {
-  if (in.scale_a) return sm90::run_grouped_gemm(launch, with_e4m3(launch, in, major));
-  if (in.a.scalar_type() != ScalarType::BFloat16)
-    return sm90::run_grouped_gemm(launch, with_numbers(in, major));
   const GroupedGemm gemm = gather_before(launch, in);
   // Where groups have few rows, the weight's bytes bound a GEMM. Training, where dgrad is, has more.
   if (major == Major::kK && gemm.shape.T <= 16 * gemm.shape.E)

@@ -30,6 +30,7 @@
 
 #include "cuda/common/elements.cuh"
 #include "cuda/common/pdl.cuh"
+#include "cuda/gemm/mxfp4_bf16.cuh"
 #include "cuda/gemm/sm90/gather_producer.cuh"
 #include "cuda/gemm/sm90/group_table.cuh"
 
@@ -60,17 +61,6 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t address, uint32_t* r)
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
                : "memory");
-}
-
-// Four of eight codes as bfloat16 without their scale: the lower bytes, and the upper ones.
-template <int half>
-__device__ __forceinline__ void decode_four(uint32_t codes, uint32_t& low, uint32_t& high) {
-  const uint32_t selector = (codes & 0x77777777) >> 16 * half;
-  // The codes' signs in the upper bits of bytes: those of odd codes are there.
-  const uint32_t signs = prmt(codes << 4, codes, half == 0 ? 0x5140 : 0x7362) & 0x80808080;
-  // The bytes of 0, 0.5, 1, 1.5, 2, 3, 4, 6.
-  low = prmt(0xc0800000, 0xc0804000, selector);
-  high = prmt(0x3f3f3f00, 0x40404040, selector) | signs;
 }
 
 // By one warp: loads packed tiles, and their scales.

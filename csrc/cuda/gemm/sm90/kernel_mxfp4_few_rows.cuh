@@ -30,10 +30,10 @@
 #include "cuda/common/groups.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/gemm/epilogue_math.cuh"
+#include "cuda/gemm/mxfp4_bf16.cuh"
 #include "cuda/gemm/sm80/ptx.cuh"
 #include "cuda/gemm/sm90/config.h"
 #include "cuda/gemm/sm90/ptx.cuh"
-#include "mxfp4_math.h"
 
 namespace grouped_linear::cuda::sm90::few_rows {
 
@@ -311,7 +311,7 @@ __device__ __forceinline__ uint32_t ld_shared_uint(uint32_t address) {
 
 // A scale as bfloat16, twice.
 __device__ __forceinline__ uint32_t scale_pair(uint32_t byte) {
-  return (byte << 7 | (byte == 0 || byte == mxfp4::kNanScale ? 0x40 : 0)) * 0x10001;
+  return bfloat16_of_scale(byte) * 0x10001;
 }
 
 // A tile's sums.

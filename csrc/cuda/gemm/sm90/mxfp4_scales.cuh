@@ -5,20 +5,13 @@
 #pragma once
 
 #include "cuda/common/pdl.cuh"
-#include "mxfp4_math.h"
+#include "cuda/gemm/mxfp4_bf16.cuh"
 
 namespace grouped_linear::cuda::sm90 {
 
 constexpr int kScaleRows = 128, kScaleBytesAtOnce = 128, kScaleThreads = 256;
 
 // K-major: pairs of neighbours along K, [E, ceil(K / 64), N] words. MN-major: [E, K / 32, N].
-//
-// As bfloat16 a scale is its byte as exponent. 2^-127 is the only one without an exponent, and NaN
-// has a bit more than infinity: the same bit.
-__device__ __forceinline__ uint32_t bfloat16_of_scale(uint32_t byte) {
-  return byte << 7 | (byte == 0 || byte == mxfp4::kNanScale ? 0x40 : 0);
-}
-
 template <bool k_major>
 __global__ void __launch_bounds__(kScaleThreads)
     mxfp4_scales_kernel(const uint8_t* scale, const int32_t* offs, void* out, int N, int stride,

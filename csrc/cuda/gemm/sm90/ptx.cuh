@@ -339,13 +339,6 @@ __device__ __forceinline__ void bulk_wait_read() {
 
 // --- words ---------------------------------------------------------------------------------------
 
-// Four of eight bytes, by selectors of four bits.
-__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
-  uint32_t bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
-  return bytes;
-}
-
 // Two products in bfloat16. Subnormal numbers stay what they are.
 __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   uint32_t product;

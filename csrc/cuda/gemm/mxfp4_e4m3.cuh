@@ -7,7 +7,7 @@
 #include "cuda/common/pdl.cuh"
 #include "mxfp4_math.h"
 
-namespace grouped_linear::cuda::sm90 {
+namespace grouped_linear::cuda {
 
 constexpr int kE4m3Threads = 256;
 // Scales so many powers of two below their block's largest one have numbers that are all zero.
@@ -84,4 +84,4 @@ __global__ void __launch_bounds__(kE4m3Threads)
   }
 }
 
-}  // namespace grouped_linear::cuda::sm90
+}  // namespace grouped_linear::cuda
