@@ -417,6 +417,24 @@ def check_subclass(rank: int, directory: Path) -> None:
     assert [t.requires_grad for t in came[:2]] == [False, True]
 
 
+def check_replaced_method(rank: int, directory: Path) -> None:
+    """A method that replaces an object's is called, before it was compiled and after."""
+    data = [t[own(rank)] for t in tokens()]
+    parallel = spread(make(**BLOCK), "all_gather", fp8=True)
+    before = step(parallel, *data)
+    compiled = compile_whole(parallel)
+    assert_all_same_bits(step(compiled, *data).values(), before.values())
+    dispatcher: Any = parallel.dispatcher
+    combine = dispatcher.combine
+    dispatcher.combine = lambda y, dispatched: 2 * combine(y, dispatched)
+    for model in (parallel, compiled):
+        after = step(model, *data)
+        assert_all_same_bits(after.values(), (2 * t for t in before.values()))
+    del dispatcher.combine
+    for model in (parallel, compiled):
+        assert_all_same_bits(step(model, *data).values(), before.values())
+
+
 def check_shared_experts(rank: int, directory: Path) -> None:
     """The documented function, whose stream a GPU has, gives the bits of a plain sum."""
     page = (ROOT / "docs" / "several_gpus.md").read_text()
@@ -608,6 +626,7 @@ CHECKS: Checks = {
     "first_process_draws": check_first_process_draws,
     "checkpoint": check_checkpoint,
     "subclass": check_subclass,
+    "replaced_method": check_replaced_method,
     "own_dispatcher": check_own_dispatcher,
     "shared_experts": check_shared_experts,
     "refused": check_refused,

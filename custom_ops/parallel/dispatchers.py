@@ -4,6 +4,7 @@ D processes, T tokens of each, S slots for tokens that come to one, C experts ch
 experts, L = E / D of them on a process, H features.
 """
 
+import inspect
 from numbers import Real
 from typing import Any
 
@@ -34,6 +35,12 @@ from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
 def starts(end_D: Tensor) -> Tensor:
     """[D], where each process's rows begin."""
     return pad(end_D[:-1], (1, 0))
+
+
+def _is(method: Any, function: Any) -> bool:
+    """Whether an object's method is this function of a class."""
+    # Not getattr with a default, which Dynamo answers with it, nor vars(object), unguarded (2.13).
+    return inspect.ismethod(method) and method.__func__ is function
 
 
 def check_dispatch_options(where: str, capacity_factor: Any, fp8: Any, check_tokens: Any) -> None:
@@ -77,9 +84,6 @@ class _StaticDispatcher(TokenDispatcher):
         self.local_experts = num_experts // mesh.size()
         self.capacity_factor, self.fp8 = capacity_factor, fp8
         self.check_tokens = check_tokens
-        # A subclass may have methods of its own, which the layer then calls.
-        own, ours = type(self), _StaticDispatcher
-        self._is_ours = own.dispatch is ours.dispatch and own.combine is ours.combine
         self.register_buffer(
             "dropped", torch.zeros((), dtype=torch.int64, device=mesh.device_type), persistent=False
         )
@@ -115,7 +119,7 @@ class _StaticDispatcher(TokenDispatcher):
 
     def dispatch(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Dispatched:
         """Send each token once to each process that holds one of its experts."""
-        expert_TC = top_k_index.to(torch.int32)
+        expert_TC = self._experts(top_k_index)
         transport = self._transport(x, expert_TC)
         x_SH, weight_SC, expert_SC = SpreadFunction.apply(transport, x, top_k_weights, expert_TC)
         return Dispatched(x_SH, weight_SC, *self._own(expert_TC, expert_SC), transport)
@@ -126,15 +130,23 @@ class _StaticDispatcher(TokenDispatcher):
 
     def _start(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Started | None:
         """Send tokens as :meth:`dispatch` does, and wait for their choices alone."""
-        if not self._is_ours:
+        # A subclass, or this object alone, may have other methods, which the layer then calls.
+        ours = _StaticDispatcher
+        if not (_is(self.dispatch, ours.dispatch) and _is(self.combine, ours.combine)):
             return None
-        expert_TC = top_k_index.to(torch.int32)
+        expert_TC = self._experts(top_k_index)
         transport = self._transport(x, expert_TC)
         sent = transport.start_dispatch(x, numbers_of(top_k_weights, expert_TC))
         sent, numbers_SI = transport.receive_numbers(sent)
         assert numbers_SI is not None
         weight_SC, expert_SC = weights_and_experts(numbers_SI)
         return Started(Arriving(transport, sent, weight_SC), *self._own(expert_TC, expert_SC))
+
+    def _experts(self, top_k_index: Tensor) -> Tensor:
+        """The choices in int32. A wide number that is no expert must not become one."""
+        if top_k_index.dtype == torch.int64:
+            top_k_index = top_k_index.clamp(-1, self.local_experts * self.group.size)
+        return top_k_index.to(torch.int32)
 
     def _transport(self, x: Tensor, expert_TC: Tensor) -> Transport:
         if self.check_tokens:
@@ -245,6 +257,8 @@ class AllToAll(_Sorting):
     def exchange(self, expert_TC: Tensor) -> Exchange:
         """Tokens sorted by process, in slots."""
         (T, C), D, device = expert_TC.shape, self.group.size, expert_TC.device
+        if T == 0:  # not a row to point to
+            return Exchange(expert_TC.new_empty(0, D))
         slots = self.slots(T, C)
         kept_TD, (_, token_R, row_TD, end_D) = self.select(expert_TC, slots)
         # An extra slot, which no token fills: choices of no expert point there.

@@ -1,7 +1,7 @@
 """Two processes of one group, for what layers do beside others: on the CPU, or on two GPUs.
 
-Starting a pair takes longer than most checks do, so that one pair runs every check of a module. A
-test reports one check::
+Starting a pair takes longer than most checks do, so that one pair runs every check of a module that
+is wanted in this run of pytest (`-k`). A test reports one check::
 
     CHECKS: Checks = {"replicas": check_replicas, ...}
 
@@ -26,9 +26,11 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +80,15 @@ def device() -> torch.device:
     return torch.device("cpu") if _device[0] == "cpu" else torch.device(*_device)
 
 
+def choose_device(rank: int, backend: str) -> None:
+    """Give a process that was started here its device, and one thread."""
+    global _device
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        _device = "cuda", rank
+        torch.cuda.set_device(rank)
+
+
 def synchronize() -> None:
     """Wait for this process's GPU, if it has one."""
     if _device[0] == "cuda":
@@ -98,7 +109,9 @@ def _shared_run(
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not report.exists():
             processes = getattr(request.module, "PROCESSES", PROCESSES)
-            found = _run(request.module.CHECKS, directory, backend, processes)
+            wanted = _wanted(request)
+            checks = {n: c for n, c in request.module.CHECKS.items() if n in wanted}
+            found = _run(checks, directory, backend, processes)
             report.write_text(json.dumps(found))
     failures: dict[str, str] = json.loads(report.read_text())
 
@@ -112,24 +125,22 @@ def _shared_run(
     return passes
 
 
+def _wanted(request: pytest.FixtureRequest) -> set[str]:
+    """The checks that this module's tests ask for. All workers of pytest-xdist see the same."""
+    return {
+        item.callspec.params["check"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.module is request.module
+        and request.fixturename in item.fixturenames
+    }
+
+
 def _run(checks: Checks, directory: Path, backend: str, processes: int) -> dict[str, str]:
     for name in checks:
         (directory / name).mkdir()
-    ended = ""
-    # On the CPU copies of one process that has imported what all need, which takes each 8 seconds.
-    # No GPU is visible to them: once a process has asked for GPUs, its copies cannot use them.
-    multiprocessing.set_forkserver_preload(IMPORTED)
-    on_cpu = backend == "gloo"
-    with pytest.MonkeyPatch.context() as patch:
-        if on_cpu:
-            patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        context = mp.start_processes(
-            _process,
-            (checks, directory, backend, processes),
-            processes,
-            join=False,
-            start_method="forkserver" if on_cpu else "spawn",
-        )
+    ended, arguments = "", (checks, directory, backend, processes)
+    with started(_process, arguments, backend, processes) as context:
         try:
             join(context, CHECK_SECONDS * (1 + len(checks)))
         except (TimeoutError, mp.ProcessExitedException) as error:
@@ -143,6 +154,24 @@ def _run(checks: Checks, directory: Path, backend: str, processes: int) -> dict[
         if texts:
             found[name] = "\n".join(texts)
     return found
+
+
+@contextmanager
+def started(
+    function: Callable[..., None], arguments: tuple[Any, ...], backend: str, processes: int
+) -> Iterator[mp.ProcessContext]:
+    """Processes that call a function with their rank and these arguments.
+
+    On the CPU copies of one process that has imported what all need, which takes each 8 seconds. No
+    GPU is visible to them: once a process has asked for GPUs, its copies cannot use them.
+    """
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    on_cpu = backend == "gloo"
+    method = "forkserver" if on_cpu else "spawn"
+    with pytest.MonkeyPatch.context() as patch:
+        if on_cpu:
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield mp.start_processes(function, arguments, processes, join=False, start_method=method)
 
 
 def join(context: mp.ProcessContext, seconds: float) -> None:
@@ -166,11 +195,7 @@ def _process(rank: int, checks: Checks, directory: Path, backend: str, processes
     Where one process fails, its group closes: the other stops waiting for it and fails, too. A
     process that neither ends nor fails in time writes where it waits, and exits.
     """
-    global _device
-    torch.set_num_threads(1)
-    if backend == "nccl":
-        _device = "cuda", rank
-        torch.cuda.set_device(rank)
+    choose_device(rank, backend)
     for name, check in checks.items():
         with open(directory / f"{name}.waits{rank}", "w") as waits:
             faulthandler.dump_traceback_later(CHECK_SECONDS, exit=True, file=waits)
