@@ -21,8 +21,9 @@ T tokens of a process, D processes, E experts, C chosen for a token, H and F fea
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from benchmarks.plots import SERIES, label
 from grouped_linear import GroupedMLP
 from grouped_linear.parallel import Dispatched, ExpertParallel, TokenDispatcher
 
+SCALINGS = "weak", "strong"
 QUICK = ("qwen3_30b", "dsv3_32_experts")
 HOW = (
     "Experts spread over GPUs, beside one GPU with all of them (`benchmarks/parallel.py` says what "
@@ -152,7 +154,13 @@ def captured(call: Callable[[], Any], device: torch.device, pool: Any) -> Callab
 
 
 def measure(
-    name: str, recipe: str, mesh: DeviceMesh, rounds: int, ways: list[str] | None = None
+    name: str,
+    recipe: str,
+    mesh: DeviceMesh,
+    rounds: int,
+    *,
+    ways: Sequence[str] = tuple(WAYS),
+    scalings: Sequence[str] = SCALINGS,
 ) -> list[Row]:
     """All rows of one shape and recipe."""
     shape, D = SHAPES[name], mesh.size()
@@ -161,11 +169,12 @@ def measure(
     whole = experts(shape, recipe, device)
     alone = Candidate(whole, shape, shape.T, device)
     candidates = {("one GPU", "-"): alone}
-    for way in WAYS if ways is None else ways:
+    for way in ways:
         spread = parallelize_module(
             experts(shape, recipe, device), mesh, ExpertParallel(**WAYS[way])
         )
-        for scaling, tokens in (("weak", shape.T), ("strong", shape.T // D)):
+        for scaling in scalings:
+            tokens = shape.T if scaling == "weak" else shape.T // D
             candidates[scaling, way] = Candidate(spread, shape, tokens, device)
     pool = torch.cuda.graph_pool_handle() if on_gpu else None
     peaks, dropped = {}, {}
@@ -307,6 +316,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = parallel_run.arguments(__doc__, "shapes", SHAPES, QUICK)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--scalings", nargs="+", choices=SCALINGS, default=list(SCALINGS))
     parser.add_argument("--plot", action="store_true", help="the newest result that was written")
     parser.add_argument("--predict", nargs="+", type=int, metavar="GPUS", help="measure nothing")
     nominal = Machine()
@@ -324,7 +335,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     if not (options.predict or options.plot):
-        parallel_run.run("parallel", HOW, options, options.shapes, measure, table)
+        chosen = partial(measure, ways=options.ways, scalings=options.scalings)
+        parallel_run.run("parallel", HOW, options, options.shapes, chosen, table)
         return
     result = recorded()
     if options.predict:
@@ -335,7 +347,7 @@ def main() -> None:
             (timing.RESULTS / "parallel_predicted.md").write_text(text + "\n")
     if options.plot:
         assert result is not None, "nothing is recorded: --write does it"
-        path = timing.RESULTS / f"parallel_{result['device']}.png"
+        path = timing.RESULTS / f"parallel_{result['processes']}_{result['device']}.png"
         plot(result, path)
         print(f"written: {path.relative_to(timing.RESULTS.parent.parent)}")
 

@@ -3,9 +3,12 @@
 import argparse
 import json
 import os
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from datetime import date
 from typing import Any
 
 import torch
@@ -95,9 +98,11 @@ def run(
             "rounds": options.rounds,
             "rows": [asdict(row) for row in rows],
         }
+        program = shlex.join([f"benchmarks.{name}", *sys.argv[1:]])
         lines = (
             *result["about"],
-            f"{mesh.size()} processes, commit {result['commit']}",
+            f"{mesh.size()} processes, commit {result['commit']}, date {date.today()}",
+            f"command: torchrun --nproc-per-node {mesh.size()} -m {program}",
             f"{options.rounds} rounds, medians; range: slowest less fastest round; capacity factor "
             f"{CAPACITY} where there is one",
         )
@@ -105,8 +110,9 @@ def run(
         text = "\n\n".join([f"# {name}", how, header, table(rows)])
         print(text)
         if options.write:
-            path = timing.RESULTS / f"{name}_{timing.slug(device)}.md"
+            path = timing.RESULTS / f"{name}_{mesh.size()}_{timing.slug(device)}.md"
             path.write_text(text + "\n")
             path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
             print(f"written: {path.relative_to(timing.RESULTS.parent.parent)} and .json")
+    dist.barrier()  # a process that ends may take the first with it, which writes
     dist.destroy_process_group()

@@ -1,10 +1,13 @@
-"""A small language model on one GPU, and on several: time of a step, memory, losses.
+"""A language model on one GPU, and on several: time of a step, memory, losses.
 
     torchrun --nproc-per-node 2 -m benchmarks.parallel_training --write
+    torchrun --nproc-per-node 4 -m benchmarks.parallel_training --cases qwen3 --write
 
 A step is forward, backward and AdamW(fused), with parameters in float32 and products in BF16 or
 FP8; FSDP2 gathers bf16 and reduces float32. Steps are eager, or have each block compiled. Each GPU
-has as many tokens as one GPU alone (weak scaling). FSDP2 shards everything, with plain weights or
+has as many tokens as one GPU alone (weak scaling). Efficiency is the time of one GPU alone, eager
+or compiled as the way is, over the way's: its tokens a second and GPU, beside one GPU's. It can be
+above 1, since GPUs share the optimizer's work. FSDP2 shards everything, with plain weights or
 with FP8 beside them, which it then gathers; or experts are spread over all GPUs, and FSDP2 shards
 the rest. Ways take turns; a sample is the longest time of any process. The loss is that of the last
 step, the mean of processes: ways over several GPUs learn from the same tokens and should agree; one
@@ -48,6 +51,8 @@ SMALL = ModelSize(
 CASES = {
     "small": Case(SMALL, sequences=4),
     "long": Case(replace(SMALL, context=4096), sequences=4),
+    # Experts as in Qwen3-30B. More layers than two are more than one GPU's memory.
+    "qwen3": Case(replace(SMALL, layers=2, context=4096, experts=128, chosen=8), sequences=4),
     "tiny": Case(
         ModelSize(layers=2, width=32, heads=2, context=8, experts=4, chosen=2, expert_width=16),
         sequences=4,
@@ -57,7 +62,7 @@ BOTH = ', weights="both"'
 COMPILED = ", compiled"
 WARM = 3
 HOW = (
-    "A small model on one GPU and on several (`benchmarks/parallel_training.py`). Held: "
+    "A language model on one GPU and on several (`benchmarks/parallel_training.py`). Held: "
     "parameters, optimizer, tokens. Peak: the most during a step, these included. Gathered: what "
     "a process sends to all-gathers of a step, as FSDP2's of its shards."
 )
@@ -113,8 +118,8 @@ class Training:
             for i, block in enumerate(self.model.blocks):
                 # Not Module.compile, which would compile FSDP2's hooks.
                 self.model.blocks[i] = cast(nn.Module, torch.compile(block, fullgraph=True))
-        if way in WAYS:
-            spread(self.model, mesh, **WAYS[way])
+        if (how := WAYS.get(way.removesuffix(COMPILED))) is not None:
+            spread(self.model, mesh, **how)
         elif way.startswith("FSDP2"):
             shard(self.model, mesh, set())
         of_experts = experts_of(self.model)
@@ -166,7 +171,12 @@ def ways_of(recipe: str) -> tuple[str, ...]:
     alone_and_sharded = "one GPU", "FSDP2"
     kept = tuple(way + BOTH for way in alone_and_sharded) if RECIPES[recipe] is not None else ()
     eager = *alone_and_sharded, *kept
-    return *eager, *(way + COMPILED for way in eager), *PREDICTED
+    return *eager, *(way + COMPILED for way in (*eager, "all_gather")), *PREDICTED
+
+
+def alone(way: str) -> str:
+    """The way of one GPU with which another is compared."""
+    return "one GPU" + (COMPILED if way.endswith(COMPILED) else "")
 
 
 def experts_of(model: nn.Module) -> set[Tensor]:
@@ -199,13 +209,13 @@ def shard(model: LanguageModel, mesh: DeviceMesh, ignored: Any) -> None:
 def measure(
     ways: Sequence[str] | None, name: str, recipe: str, mesh: DeviceMesh, rounds: int
 ) -> list[Row]:
-    """Ways of one case and recipe, one GPU among them; all where None."""
-    case, D = CASES[name], mesh.size()
-    chosen = [way for way in ways_of(recipe) if ways is None or way in (*ways, "one GPU")]
+    """Ways of one case and recipe, and one GPU beside them; all where None."""
+    case, D, every = CASES[name], mesh.size(), ways_of(recipe)
+    wanted = every if ways is None else {*ways, *map(alone, ways)}
+    chosen = [way for way in every if way in wanted]
     trainings = {way: Training(case, recipe, way, mesh) for way in chosen}
-    device = trainings["one GPU"].device
+    device = next(iter(trainings.values())).device
     times = time_in_turns({way: t.step for way, t in trainings.items()}, device, rounds)
-    alone = statistics.median(times["one GPU"])
     rows = []
     for way, training in trainings.items():
         loss = training.loss.clone()
@@ -220,7 +230,7 @@ def measure(
                 case.sequences * case.size.context,
                 ms,
                 (max(times[way]) - min(times[way])) / ms,
-                alone / ms,
+                statistics.median(times[alone(way)]) / ms,
                 training.held,
                 training.peak,
                 training.gathered,
@@ -231,10 +241,12 @@ def measure(
 
 
 def table(rows: list[Row]) -> str:
-    head = ["model", "recipe", "way", "GPUs", "tokens a GPU", "ms", "range", "efficiency"]
+    head = ["model", "recipe", "way", "GPUs", "tokens a GPU", "ms", "range"]
+    head += ["tokens/s a GPU", "efficiency"]
     cells = [[*head, "held, MiB", "peak, MiB", "gathered, MiB", "loss"]]
     for r in rows:
-        times = f"{r.ms:.2f}", f"{r.spread:.0%}", f"{r.efficiency:.2f}"
+        rate = f"{1e3 * r.tokens / r.ms:,.0f}"
+        times = f"{r.ms:.2f}", f"{r.spread:.0%}", rate, f"{r.efficiency:.2f}"
         memory = f"{r.held:.0f}", f"{r.peak:.0f}", f"{r.gathered:.0f}"
         cells.append(
             [r.case, r.recipe, r.way, str(r.gpus), str(r.tokens), *times, *memory, f"{r.loss:.4f}"]
