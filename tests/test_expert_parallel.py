@@ -23,12 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks import parallel as benchmark
 from benchmarks import parallel_training as training
 from grouped_linear import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     GroupedMLP,
@@ -36,6 +38,10 @@ from grouped_linear import (
     MXFP8BlockScaling,
     Recipe,
     ops,
+    watch,
+)
+from grouped_linear import (
+    compare as compare_with_plain,
 )
 from grouped_linear.parallel import (
     AllGather,
@@ -49,7 +55,7 @@ from grouped_linear.parallel.expert_parallel import DISPATCHERS
 from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
 from support.compare import assert_all_same_bits, assert_same_bits, bits
 from support.devices import needs_two_gpus
-from support.documents import ROOT, examples
+from support.documents import example
 from support.layers import with_numbers_in_adapters
 from support.processes import PROCESSES, Checks, Passes, device
 from support.tensors import BF16
@@ -291,9 +297,11 @@ def check_micro_batches(rank: int, directory: Path) -> None:
         compare_weight_gradient(got.to_local(), want[rank * L : (rank + 1) * L])
 
 
-def check_quantized_weight(rank: int, directory: Path) -> None:
+def check_quantized_weight(weights: Any, rank: int, directory: Path) -> None:
     """The bytes of frozen experts go with them; an adapter's gradients are those of one process."""
-    whole = make(**BLOCK, dtype=BF16, weights="fp8", lora=Lora(8))
+    torch.manual_seed(0)
+    options: dict[str, Any] = {**BLOCK, "weights": weights, "lora": Lora(8), "dtype": BF16}
+    whole = GroupedMLP(E, H, 64, device=device(), **options)
     with_numbers_in_adapters(whole)
     parallel, data = spread(whole), tokens(dtype=BF16)
     for mlp, part in ((whole, slice(None)), (parallel, own(rank))):
@@ -436,19 +444,15 @@ def check_replaced_method(rank: int, directory: Path) -> None:
 
 
 def check_shared_experts(rank: int, directory: Path) -> None:
-    """The documented function, whose stream a GPU has, gives the bits of a plain sum."""
-    page = (ROOT / "docs" / "several_gpus.md").read_text()
-    (source,) = (text for text in examples(page) if "def with_shared" in text)
-    (function,) = (part for part in source.split("\n\n\n") if part.startswith("def with_shared"))
+    """The example's function, whose stream a GPU has, gives the bits of a plain sum."""
+    beside = example("fsdp2_expert_parallel").beside
     mlp, shared = spread(make()), nn.Linear(H, H, device=device())
     side = torch.cuda.Stream() if device().type == "cuda" else None
-    names: dict[str, Any] = {"torch": torch, "mlp": mlp, "shared": shared, "side": side}
-    exec(function, names)
     results = []
-    for call in (names["with_shared"], lambda x, *routing: mlp(x, *routing) + shared(x)):
+    for stream in (side, None):
         x, logits, dy = (t[own(rank)] for t in tokens())
         x = x.clone().requires_grad_()
-        y = call(x, *route(logits))
+        y = beside(stream, shared, mlp, x, *route(logits))
         results.append((y, *torch.autograd.grad(y, (x, shared.weight), dy)))
     assert_all_same_bits(*results)
 
@@ -456,7 +460,7 @@ def check_shared_experts(rank: int, directory: Path) -> None:
 class Order(TorchDispatchMode):
     """The names of collectives and of this package's ops, in the order of their calls."""
 
-    NAMESPACES = "_c10d_functional", "grouped_linear"
+    NAMESPACES = "_c10d_functional", "grouped_linear", "grouped_linear_parallel"
 
     def __init__(self) -> None:
         super().__init__()
@@ -474,17 +478,24 @@ class Order(TorchDispatchMode):
             self.names.append(COLLECTIVES.get(name, name))
 
 
-COLLECTIVES = {"all_gather_into_tensor": "start", "all_to_all_single": "start"}
+COLLECTIVES = dict.fromkeys(
+    ("all_gather_into_tensor", "all_to_all_single", "all_to_all_v"), "start"
+)
 
 
-def check_checkpoint(rank: int, directory: Path) -> None:
+def check_checkpoint(way: str, rank: int, directory: Path) -> None:
     """Recomputed, with the same bits; a policy that keeps what came sends nothing again."""
     data = [t[own(rank)] for t in tokens()]
-    parallel = spread(make(**BLOCK), "all_to_all", fp8=True)
+    parallel = spread(make(**BLOCK), way, fp8=True)
     plain = step(parallel, *data)
-    collectives = [getattr(torch.ops._c10d_functional, name).default for name in COLLECTIVES]
+    collectives = [
+        torch.ops._c10d_functional.all_gather_into_tensor.default,
+        torch.ops._c10d_functional.all_to_all_single.default,
+        torch.ops.grouped_linear_parallel.all_to_all_v.default,
+    ]
     policy = partial(create_selective_checkpoint_contexts, [*ops.GEMMS, *collectives])
-    for again, options in ((3, {}), (0, {"context_fn": policy})):
+    sent = 3 + (way == "all_to_all_v")  # whose numbers of rows go, too
+    for again, options in ((sent, {}), (0, {"context_fn": policy})):
         x, logits, dy = (t.clone().requires_grad_() for t in data)
         y: Any = checkpoint(
             lambda x, logits: parallel(x, *route(logits)),
@@ -500,11 +511,39 @@ def check_checkpoint(rank: int, directory: Path) -> None:
         assert_all_same_bits((y.detach(), *local), plain.values())
 
 
+def check_looked_into(rank: int, directory: Path) -> None:
+    """A process counts its experts' tokens, of which those past the capacity; and is not added up
+    with processes that have others.
+    """
+    whole, data = make(**BLOCK), tokens()
+    parallel = spread(whole, capacity_factor=1.0)
+    seen, of_whole = watch(parallel), watch(whole)
+    got, want = step(parallel, *(t[own(rank)] for t in data)), step(whole, *data)
+    assert got.keys() == want.keys()
+    (load,), (all_experts,) = (w.read().loads for w in (seen, of_whole))
+    assert parallel.dispatcher is not None
+    assert load.dropped == parallel.dispatcher.dropped
+    routed = torch.tensor(all_experts.tokens[rank * L : (rank + 1) * L])
+    kept = routed.cumsum(0).clamp(max=T * C).diff(prepend=torch.zeros(1))  # by expert
+    assert load.tokens == tuple(kept.tolist())
+    assert load.dropped == routed.sum() - kept.sum()
+    with pytest.raises(ValueError, match="are spread over processes of this group"):
+        seen.read(dist.group.WORLD)
+    seen.remove()
+    with pytest.raises(ValueError, match="its experts are on several processes: compare it before"):
+        compare_with_plain(parallel, lambda: step(parallel, *(t[own(rank)] for t in data)))
+    # torch's words: its reducer knows plain tensors.
+    for model in (parallel, nn.Sequential(nn.Linear(H, H, device=device()), parallel)):
+        with pytest.raises((RuntimeError, NotImplementedError), match=r"DTensor|sharding strategy"):
+            DistributedDataParallel(model)
+
+
 def check_refused(rank: int, directory: Path) -> None:
     """Before anything is sent."""
     multiple = "must be a multiple of the number of processes, got 3 experts and 2 processes"
     for model, style, sentence in (
         (nn.Linear(16, 16), ExpertParallel(), "spreads a GroupedMLP over processes, got Linear"),
+        (make(recipe=DelayedScaling()), ExpertParallel(), "choose a recipe without a state"),
         (GroupedMLP(3, H, F), ExpertParallel(), f"AllGather: num_experts {multiple}"),
         (spread(make()), ExpertParallel(), "sharded already: apply it before"),
     ):
@@ -618,13 +657,14 @@ CHECKS: Checks = {
     "capacity_all_to_all_v": partial(check_capacity, "all_to_all_v", 0.75),
     **{f"extreme_{way}": partial(check_extreme_routing, way) for way in DISPATCHERS},
     "micro_batches": check_micro_batches,
-    "quantized_weight": check_quantized_weight,
+    **{f"quantized_{w}": partial(check_quantized_weight, w) for w in ("fp8", "mxfp4")},
+    "looked_into": check_looked_into,
     "copies_of_states": check_copies_of_states,
     "adapters": check_adapters,
     "meta": partial(check_meta, {}),
     "meta_quantized": partial(check_meta, {**BLOCK, "weights": "fp8"}),
     "first_process_draws": check_first_process_draws,
-    "checkpoint": check_checkpoint,
+    **{f"checkpoint_{way}": partial(check_checkpoint, way) for way in DISPATCHERS},
     "subclass": check_subclass,
     "replaced_method": check_replaced_method,
     "own_dispatcher": check_own_dispatcher,

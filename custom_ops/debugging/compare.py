@@ -89,8 +89,8 @@ def compare(
         compiled: compare compiled copies of the layers, with ``fullgraph=True``.
 
     Raises:
-        ValueError: for a model without such layers, with experts of a checkpoint in FP8, or if no
-            backward reached one of them.
+        ValueError: for a model without such layers, with experts of a checkpoint in FP8 or on
+            several processes, or if no backward reached one of them.
 
     >>> from grouped_linear import Float8BlockScaling, GroupedLinear
     >>> layer = GroupedLinear(2, 128, 64, bias=False, recipe=Float8BlockScaling())
@@ -111,6 +111,10 @@ def compare(
         where = f"compare: {name or type(model).__name__}"
         if roles and recipe.has_state:
             raise ValueError(f"{where}: roles=True needs a recipe without state, got {recipe!r}")
+        if getattr(module, "dispatcher", None) is not None:
+            raise ValueError(
+                f"{where}: its experts are on several processes: compare it before ExpertParallel"
+            )
         plain = (p for p in module.parameters() if type(p) is nn.Parameter)
         in_bytes = any(p.element_size() == 1 for p in plain)
         if in_bytes and not isinstance(module, KeepsFrozen):

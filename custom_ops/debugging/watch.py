@@ -121,7 +121,12 @@ class Watch:
             group: processes with the same experts, as those of data parallelism: their numbers
                 are added up, their maxima taken, and all of them get the result. All must call it.
             reset: begin anew.
+
+        Raises:
+            ValueError: for a group over which experts are spread.
         """
+        if group is not None:
+            self._check_same_experts(group)
         numbers = {name: self._numbers_of(name, reset) for name in self.layers}
         if group is not None:
             numbers = _reduced(numbers, group)
@@ -141,6 +146,16 @@ class Watch:
             tokens = tuple(map(round, rows_E.tolist()))
             loads.append(Load(name or "the model", tokens, round(dropped.item())))
         return Statistics(tuple(experts), tuple(operands), tuple(loads), self.steps)
+
+    def _check_same_experts(self, group: "dist.ProcessGroup") -> None:
+        ranks = set(dist.get_process_group_ranks(group))
+        for name, module in self._modules.items():
+            dispatcher = getattr(module, "dispatcher", None)
+            if dispatcher is not None and len(ranks.intersection(dispatcher.ranks)) > 1:
+                raise ValueError(
+                    f"watch: read: experts of {name or 'the model'} are spread over processes of "
+                    "this group: give it those that hold the same experts, or no group"
+                )
 
     def remove(self) -> None:
         """Stop watching: the layers compute, compile and cost what they did before."""

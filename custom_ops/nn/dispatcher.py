@@ -42,7 +42,13 @@ class TokenDispatcher(nn.Module):
     they have gradients. It is a module, so that its buffers move with the model.
     :class:`grouped_linear.parallel.AllGather` and :class:`grouped_linear.parallel.AllToAll` are
     two.
+
+    Attributes:
+        ranks: the processes that share the experts, as
+            :class:`grouped_linear.parallel.ExpertParallel` sets them.
     """
+
+    ranks: tuple[int, ...] = ()
 
     def dispatch(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Dispatched:
         """Send the tokens of this process, and receive those for its experts.

@@ -116,6 +116,7 @@ class ExpertParallel(ParallelStyle):
             )
         else:
             module.dispatcher = self.dispatch(device_mesh, E)
+        module.dispatcher.ranks = tuple(device_mesh.mesh.flatten().tolist())
         for name, p in list(module.named_parameters(recurse=False)):
             part = distribute_tensor(p, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(part, requires_grad=p.requires_grad))
