@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 examples/fsdp2_expert_parallel.py
 
 `ExpertParallel` gives each process half of the experts and sends tokens to them;
-`fully_shard` divides all other parameters. The learned function is random; every
-process draws its own inputs.
+`fully_shard` divides all other parameters. A shared expert computes on a stream of its
+own while tokens travel. The learned function is random; every process draws its own
+inputs.
 
 On GPUs it takes one a process and NCCL, with FP8 on the wires by `fp8=True`. On a CPU
 it takes gloo.
@@ -14,18 +15,59 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from grouped_linear import Float8BlockScaling, GroupedMLP
 from grouped_linear.parallel import ExpertParallel
 
 WIDTH, EXPERTS, TOKENS = 128, 8, 256
+
+
+def beside(
+    side: torch.cuda.Stream | None,
+    shared: Callable[[Tensor], Tensor],
+    experts: Callable[..., Tensor],
+    x: Tensor,
+    *routing: Tensor,
+) -> Tensor:
+    """shared(x) + experts(x, *routing), where shared runs on the stream `side`.
+
+    A shared expert needs no other process's tokens: it computes while they travel,
+    forward and backward.
+    """
+    if side is None:
+        return experts(x, *routing) + shared(x)
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        of_shared = shared(x)
+    y = experts(x, *routing)
+    current.wait_stream(side)
+    for t, reader in ((x, side), (of_shared, current)):
+        t.record_stream(reader)  # keeps its memory until that stream has read it
+    return y + of_shared
+
+
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """torch's, which takes DTensors of one mesh, for those of several."""
+    of_mesh: dict[object, list[Tensor]] = {}
+    for p in (p for p in parameters if p.grad is not None):
+        of_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    norms = [get_total_norm([p.grad for p in group]) for group in of_mesh.values()]
+    norms = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    for group in of_mesh.values():
+        clip_grads_with_norm_(group, max_norm, total)
+    return total
 
 
 class Block(nn.Module):
@@ -34,10 +76,13 @@ class Block(nn.Module):
         self.mix = nn.Linear(WIDTH, WIDTH)
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = GroupedMLP(EXPERTS, WIDTH, WIDTH, recipe=Float8BlockScaling())
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.side = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.mix(x)
-        return x + self.experts(x, *self.router(x).softmax(dim=-1).topk(2))
+        routing = self.router(x).softmax(dim=-1).topk(2)
+        return x + beside(self.side, self.shared, self.experts, x, *routing)
 
 
 def main() -> None:
@@ -82,6 +127,7 @@ def main() -> None:
         x = torch.randn(TOKENS, WIDTH, device=device)
         loss = (model(x) - target(x).detach().tanh()).square().mean()
         loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(loss.detach_(), op=dist.ReduceOp.SUM)

@@ -22,9 +22,10 @@ EXAMPLES = {
     "cuda_graphs": (("tqdm", "matplotlib"), "last loss"),
     "debug_fp8": ((), "dead expert"),
     "fsdp2_expert_parallel": ((), "last loss"),
+    "deepep_dispatcher": (("deep_ep",), "ms a step"),
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-BY_TORCHRUN = {"fsdp2_expert_parallel": TORCHRUN}
+BY_TORCHRUN = dict.fromkeys(("fsdp2_expert_parallel", "deepep_dispatcher"), TORCHRUN)
 RUNS = [*EXAMPLES, "finetune_experts --model gpt_oss_small"]
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from grouped_linear import Float8BlockScaling, GroupedMLP
 from grouped_linear.parallel import ExpertParallel
 from support.devices import needs_four_gpus
-from support.documents import ROOT, examples
+from support.documents import example
 from support.processes import Checks, Passes, device
 
 PROCESSES = 4
@@ -118,14 +118,6 @@ def replicate_spread(model: Model, dispatch: str) -> Model:
     return model
 
 
-def documented_clip() -> Any:
-    page = (ROOT / "docs" / "several_gpus.md").read_text()
-    (source,) = (text for text in examples(page) if "def clip_grad_norm_" in text)
-    names: dict[str, Any] = {"torch": torch}
-    exec(source, names)
-    return names["clip_grad_norm_"]
-
-
 def train(model: Model, rank: int | None, clip: Any, steps: int = 3) -> list[Tensor]:
     """Losses and norms of steps on all processes' tokens, or on those of one."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -154,7 +146,7 @@ def check_training(
     whole = Model(**options)
     want = train(whole, None, nn.utils.clip_grad_norm_)
     model = parallelize(Model(**options), dispatch)
-    got = train(model, rank, documented_clip())
+    got = train(model, rank, example("fsdp2_expert_parallel").clip_grad_norm_)
     # One sum an element is in another order; quantized weights may then round to a neighbour.
     torch.testing.assert_close(got, want, rtol=1e-2 if options else 1e-5, atol=0)
     if not options:
@@ -170,14 +162,14 @@ def check_checkpoint(options: dict[str, Any], rank: int, directory: Path) -> Non
     has copied all before the next step.
     """
     saved = spread(Model(**options), "all_gather")
-    train(saved, rank, documented_clip(), steps=1)
+    train(saved, rank, example("fsdp2_expert_parallel").clip_grad_norm_, steps=1)
     state = get_model_state_dict(saved)
     if options:
         # A group of its own: the thread that saves talks while a step does.
         group = dist.new_group(backend="gloo")
         saving: Any = dcp.async_save(state, checkpoint_id=directory, process_group=group)
         before = {name: copy.deepcopy(p) for name, p in saved.named_parameters()}
-        train(saved, rank, documented_clip(), steps=1)
+        train(saved, rank, example("fsdp2_expert_parallel").clip_grad_norm_, steps=1)
         saving.result()
         with torch.no_grad():
             for name, p in saved.named_parameters():

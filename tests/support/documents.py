@@ -1,13 +1,27 @@
 """The project's documents and the examples in them."""
 
 import re
+from functools import cache
+from importlib import util
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
 
 def examples(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+@cache
+def example(name: str) -> Any:
+    """A script of examples/ as a module."""
+    spec = util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def models() -> tuple[dict[str, str], dict[str, str]]:
