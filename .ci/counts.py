@@ -45,10 +45,13 @@ def parameters(function: Function) -> int:
 def asks_about_a_format(node: ast.AST) -> bool:
     """Whether an expression compares a format's scaling or function, or asks for a recipe's class.
 
-    ``recipe.has_state`` and ``format.reads_any_dtype`` do not count: the recipe answers them.
+    ``recipe.has_state`` and ``format.reads_any_dtype`` do not count: the recipe answers them. Nor
+    does the scaling of an adapter, which is compared with a number.
     """
     if isinstance(node, ast.Compare):
         sides = (node.left, *node.comparators)
+        if any(isinstance(s, ast.Constant) and isinstance(s.value, int) for s in sides):
+            return False
         return any(
             isinstance(s, ast.Attribute) and s.attr in ("scaling", "quantize") for s in sides
         )

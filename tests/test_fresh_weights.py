@@ -636,8 +636,8 @@ def test_a_format_with_a_scale_for_each_layout_is_refused() -> None:
 
     recipe = Recipe(weight=Format(quantize=quantize))
     assert sentence(lambda: kept("both", recipe)) == (
-        "GroupedTensorWithMaster: both layouts of a weight must have one scale tensor, the "
-        "function of the weight's format returned two"
+        "Recipe: weight: both layouts of a weight that is stored must have one scale tensor, the "
+        "function returned two"
     )
 
 

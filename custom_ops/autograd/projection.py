@@ -127,7 +127,7 @@ class Projection(NamedTuple):
         """Whether the weight is stored for fprop alone, and the backward transposes it."""
         if self.stored is None or self.in_mxfp4:
             return False
-        return self.recipe.weight.quantize is None and self.stored.weight.columnwise is None
+        return self.stored.weight.columnwise is None and self.recipe.weight.transposes_columnwise
 
     def fprop(
         self,

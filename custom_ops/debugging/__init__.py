@@ -1,9 +1,9 @@
 """See what FP8 does to a model: statistics of its layers, and layers beside BF16."""
 
 from grouped_linear.debugging.compare import Comparison, Difference, compare
-from grouped_linear.debugging.fake_quantize import fake_quantize
 from grouped_linear.debugging.statistics import Load, OperandStatistics, Statistics
 from grouped_linear.debugging.watch import Watch, watch
+from grouped_linear.recipes import fake_quantize
 
 __all__ = [
     "Comparison",

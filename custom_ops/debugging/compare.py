@@ -15,17 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.debugging.fake_quantize import fake_quantize
 from grouped_linear.debugging.statistics import aligned
 from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.nn.dispatcher import TokenDispatcher
-from grouped_linear.nn.watched import ROLES, WatchedLayer
+from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from grouped_linear.recipes import DelayedScalingState, Recipe
+from grouped_linear.recipes import ROLES, DelayedScalingState, Recipe, fake_quantize
 
 
 class Difference(NamedTuple):

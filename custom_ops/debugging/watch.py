@@ -22,10 +22,10 @@ from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.grouped_experts import as_matrices
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.watch import MAXIMA
-from grouped_linear.nn.watched import ROLES, WatchedLayer
+from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.weight import local_part
-from grouped_linear.recipes import DelayedScalingState
+from grouped_linear.recipes import ROLES, DelayedScalingState
 
 #: Where a reading goes: a CSV, TensorBoard's writer, or a function.
 Destination = str | Path | Callable[[Statistics], Any] | Any | None

@@ -10,8 +10,6 @@ from grouped_linear.integrations.experts import experts_of
 from grouped_linear.integrations.wrappers import adapted
 from grouped_linear.recipes import Recipe
 
-OWN_SCALES = (None, "block", "mx")
-
 
 def check_batch_invariant(model: nn.Module) -> None:
     """Raise ValueError unless each token's expert output has the same bits in any batch.
@@ -57,16 +55,11 @@ def _reason(layer: Any, recipe: Recipe | None, has_adapters: bool) -> str | None
     """Why a layer's rows may depend on each other; None if they do not."""
     if getattr(layer, "dispatcher", None) is not None:
         return "its experts are on several processes, whose capacity other tokens may take"
-    if recipe is not None and recipe.input.quantize is not None:
-        return f"a function of your own quantizes what {recipe!r} multiplies"
-    if recipe is not None and recipe.input.scaling not in OWN_SCALES:
-        return (
-            f"{recipe!r} has scales that all rows of an expert share, so a token's bits follow its "
-            "batch"
-        )
+    if recipe is not None and recipe.why_rows_depend is not None:
+        return recipe.why_rows_depend
     if next(layer.parameters()).device.type != "cpu":
         return None
-    in_blocks = recipe is not None and recipe.input.scaling == "block"
+    in_blocks = recipe is not None and recipe.input.in_blocks
     has_adapters = has_adapters or any("lora_" in name for name, _ in layer.named_parameters())
     if not in_blocks or has_adapters:
         return "torch multiplies on a CPU, and its sums follow the number of rows"

@@ -14,7 +14,7 @@ from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import Weights, local_part
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from grouped_linear.recipes import Float8BlockScaling, Float8CurrentScaling, Recipe
+from grouped_linear.recipes import Recipe, stores
 
 
 class ConvertedExperts(NamedTuple):
@@ -154,10 +154,12 @@ def _option_for(module: nn.Module, p: nn.Parameter, recipe: Recipe | None) -> We
     has_hooks = p._backward_hooks or p._post_accumulate_grad_hooks
     if w is not p or p.is_meta or has_hooks or type(w) is not nn.Parameter:
         return None
-    if p.requires_grad and isinstance(recipe, Float8BlockScaling | Float8CurrentScaling):
+    if recipe is None or not stores(recipe.weight):
+        return None
+    if p.requires_grad and recipe.keeps_weights_as("both"):
         return "both"
     stays = getattr(module, "is_transposed", False) or getattr(module, "has_bias", False)
-    can_freeze = isinstance(recipe, Float8BlockScaling) and p.element_size() > 1 and not stays
+    can_freeze = recipe.keeps_weights_as("fp8") and p.element_size() > 1 and not stays
     return "fp8" if can_freeze and not p.requires_grad else None
 
 

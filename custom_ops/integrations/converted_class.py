@@ -32,12 +32,6 @@ def convert_class(module: Any, members: Callable[..., dict[str, Any]], *args: An
     module.__class__ = converted_class(before, members, *args)
 
 
-def restore_class(module: nn.Module) -> None:
-    """Restore the original class, unless FSDP2 or another has made a subclass since."""
-    if "_converted_from" in vars(type(module)):
-        module.__class__ = class_before(module)
-
-
 @lru_cache  # all layers of a class, copies and loaded ones too, share it and compile once
 def converted_class(
     before: type[nn.Module], members: Callable[..., dict[str, Any]], *args: Any

@@ -29,7 +29,7 @@ from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import check_weights_kept, stored_weight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
+from grouped_linear.recipes import QuantizedWeight, Recipe
 
 #: The dtypes of numbers and of scales in transformers' FP8Experts. E8M0 is in float32 exact.
 FILES = {
@@ -237,7 +237,7 @@ def check_recipe_reads(where: str, recipe: Recipe | None, kept_as: str) -> None:
     """Raise ValueError for a recipe that does not multiply weights that are kept so."""
     if kept_as == "mxfp4":
         check_weights_kept(where, recipe, kept_as)
-    elif not isinstance(recipe, Float8BlockScaling):
+    elif recipe is None or not recipe.keeps_weights_as("fp8"):
         raise ValueError(
             f"{where}: weights are in FP8 already and need the recipe Float8BlockScaling, "
             f"got {recipe!r}; or load the checkpoint with FineGrainedFP8Config(dequantize=True)"

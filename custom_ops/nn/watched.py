@@ -11,12 +11,7 @@ from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.watch import COLUMNS, MAXIMA
 from grouped_linear.recipes import UNQUANTIZED, Recipe
-from grouped_linear.recipes.watched import ALL, PARTS, Counts, WatchedOperand
-
-__all__ = ["PARTS", "ROLES", "WatchedLayer"]
-
-#: The operands of a linear layer, as a recipe names them, in the order of WatchedLayer.read.
-ROLES = ("input", "weight", "grad_output")
+from grouped_linear.recipes.watched import ALL, Counts, WatchedOperand
 
 
 class WatchedLayer(nn.Module):

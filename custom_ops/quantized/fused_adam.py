@@ -71,8 +71,7 @@ def _fits(w: Any, tensors: list[Any], options: dict[str, Any]) -> bool:
         isinstance(w, GroupedTensorWithMaster)
         and w.device.type == "cuda"  # torch's step on a CPU has other bits
         and is_adamw
-        and w.recipe.weight.scaling == "block"
-        and w.recipe.weight.quantize is None
+        and w.recipe.weight.in_blocks
         and w.is_whole
         and not w.is_traced_part
         and w.dim() in (2, 3)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.quantized.operations import run_collective, views_of, written
 from grouped_linear.quantized.with_master import HANDLERS, GroupedTensorWithMaster, Handler
+from grouped_linear.recipes import stores
 
 aten = torch.ops.aten
 of_parts = GroupedTensorWithMaster._of_parts
@@ -136,7 +137,7 @@ def _sends(func: Any) -> bool:
 
 def _view_of(t: GroupedTensorWithMaster, numbers: Tensor) -> GroupedTensorWithMaster:
     """A view of t's numbers, with the quantized numbers of the experts that it lies in."""
-    if t.recipe.weight.quantize is not None:  # which need not have one part for each expert
+    if not stores(t.recipe.weight):  # a function's need not have one part for each expert
         return of_parts(t.master, t.parts, t.recipe, numbers, t.has_memory)
     master, parts = whole = t.whole or (t.master, t.parts)
     experts = _experts_of(master, numbers)

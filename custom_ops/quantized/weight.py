@@ -9,16 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.quantized.gathered import GatheredWeight
-from grouped_linear.quantized.with_master import GroupedTensorWithMaster, keeps_beside_master
-from grouped_linear.recipes import (
-    Float8BlockScaling,
-    MXFP8BlockScaling,
-    QuantizedWeight,
-    Recipe,
-)
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
+from grouped_linear.recipes import QuantizedWeight, Recipe
 
 #: How a layer keeps its weights: plain (None), in high precision and FP8, or frozen in few bits.
 Weights = Literal["both", "fp8", "mxfp4"] | None
+#: What each way to keep them asks of the recipe, as errors say it.
+NEEDS = {
+    "both": "the recipe Float8BlockScaling, Float8CurrentScaling or one with a weight format of "
+    "your own",
+    "fp8": "the recipe Float8BlockScaling",
+    "mxfp4": "no recipe, Float8BlockScaling or MXFP8BlockScaling",
+}
 #: The tensors that have FP8 numbers already.
 KEPT = GroupedTensorWithMaster, GatheredWeight
 
@@ -45,24 +47,13 @@ def check_weights_kept(
     fuse_wgrad_accumulation: bool = False,
 ) -> None:
     """Raise ValueError for an option ``weights`` that is none, or that others exclude."""
-    if weights not in (None, "both", "fp8", "mxfp4"):
+    if weights not in (None, *NEEDS):
         raise ValueError(
             f"{owner}: weights must be None, 'both', 'fp8' or 'mxfp4', got {weights!r}"
         )
-    if weights == "fp8" and not isinstance(recipe, Float8BlockScaling):
-        raise ValueError(
-            f"{owner}: weights='fp8' needs the recipe Float8BlockScaling, got {recipe!r}"
-        )
-    if weights == "mxfp4" and not isinstance(recipe, Float8BlockScaling | MXFP8BlockScaling | None):
-        raise ValueError(
-            f"{owner}: weights='mxfp4' needs no recipe, Float8BlockScaling or MXFP8BlockScaling, "
-            f"got {recipe!r}"
-        )
-    if weights == "both" and (recipe is None or not keeps_beside_master(recipe)):
-        raise ValueError(
-            f"{owner}: weights='both' needs the recipe Float8BlockScaling, Float8CurrentScaling or "
-            f"one with a weight format of your own, got {recipe!r}"
-        )
+    can = weights in (None, "mxfp4") if recipe is None else recipe.keeps_weights_as(weights)
+    if weights is not None and not can:
+        raise ValueError(f"{owner}: weights={weights!r} needs {NEEDS[weights]}, got {recipe!r}")
     if weights is not None and cache_weights:
         raise ValueError(
             f"{owner}: cache_weights keeps what weights={weights!r} has already: choose one of them"
@@ -96,7 +87,7 @@ def stored_weight(op: str, w: Any, recipe: Recipe | None) -> QuantizedWeight | N
         # A view, as of a weight that is stored transposed, has no parts of its own.
         same = recipe is not None and recipe.weight.compared == w.format_options
         return w.quantized_weight() if same and w.is_whole else None
-    if recipe is None or recipe.weight.scaling != w.scaling:
+    if recipe is None or not recipe.weight.reads_scales_of(w.scaling):
         name = type(w.recipe).__name__
         raise ValueError(f"{op}: a quantized weight needs the recipe {name}, got {recipe!r}")
     return w.quantized_weight()

@@ -18,11 +18,11 @@ from grouped_linear.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
-    Layouts,
     QuantizedWeight,
     Recipe,
-    new_weight,
     refresh_weight_,
+    store_weight,
+    stores,
 )
 
 aten = torch.ops.aten
@@ -155,7 +155,7 @@ class GroupedTensorWithMaster(Tensor):
         torch.Size([2, 16, 32])
         """
         recipe = Float8BlockScaling() if recipe is None else recipe
-        if not isinstance(recipe, Recipe) or not keeps_beside_master(recipe):
+        if not isinstance(recipe, Recipe) or not recipe.keeps_weights_as("both"):
             raise ValueError(
                 "GroupedTensorWithMaster: recipe must be Float8BlockScaling, Float8CurrentScaling "
                 f"or have a weight format of your own, got {recipe!r}"
@@ -163,12 +163,9 @@ class GroupedTensorWithMaster(Tensor):
         Rules("GroupedTensorWithMaster", w=w).weight()
         w = w.detach()
         master = w.dequantize() if isinstance(w, GroupedTensorWithMaster) else w.contiguous()
-        if recipe.weight.quantize is not None:
-            parts = _by_function(master, recipe.weight)
-            return cls._of_parts(master, parts, recipe)
-        E, N, K = w.shape
-        parts = new_weight(recipe.weight, E, N, K, w.device, columnwise)
-        return cls._of_parts(master, parts, recipe).refresh_()
+        with torch.no_grad():
+            parts = store_weight(master, recipe.weight, columnwise)
+        return cls._of_parts(master, parts, recipe)
 
     def refresh_(self) -> "GroupedTensorWithMaster":
         """Quantize ``master`` again, after a write that torch does not show.
@@ -386,7 +383,7 @@ class GroupedTensorWithMaster(Tensor):
         among the processes.
         """
         numbers = self.numbers.to(mp_policy.param_dtype or self.dtype)
-        if self.recipe.weight.quantize is not None:
+        if not stores(self.recipe.weight):
             return (numbers,), None
         if outer_size[0] % mesh.size():
             raise ValueError(
@@ -410,7 +407,7 @@ class GroupedTensorWithMaster(Tensor):
             if own_scale is not None:
                 out.scale = own_scale
             return None
-        if self.recipe.weight.quantize is not None:
+        if not stores(self.recipe.weight):
             return gathered[0], ()
         q, scale = gathered if own_scale is None else (*gathered, own_scale)
         return GatheredWeight(q, scale, self.recipe, param_dtype), ()
@@ -425,12 +422,7 @@ def _refresh(master: Tensor, parts: QuantizedWeight, format: Format) -> None:
     to = parts
     if master.dim() == 2:
         to, master = parts.each(lambda part: part[None]), master[None]
-    if format.quantize is None:
-        refresh_weight_(to, (master,), format, None)
-    else:
-        for part, numbers in zip(to, _by_function(master, format), strict=True):
-            if part is not None and numbers is not None:
-                part.copy_(numbers)
+    refresh_weight_(to, (master,), format, None)
     count_write(parts)
 
 
@@ -441,34 +433,12 @@ def count_write(parts: QuantizedWeight) -> None:
             torch.autograd.graph.increment_version(part)
 
 
-def keeps_beside_master(recipe: Recipe) -> bool:
-    """Whether a weight can be kept in the recipe's format beside its high-precision numbers."""
-    return recipe.weight.scaling in ("block", "group") or recipe.weight.quantize is not None
-
-
 def _quantized(master: Tensor, recipe: Recipe, columnwise: bool) -> GroupedTensorWithMaster:
     """A tensor of the weight of all experts, or of one."""
     if master.dim() == 3:
         return GroupedTensorWithMaster.quantize(master, recipe, columnwise=columnwise)
     whole: Any = GroupedTensorWithMaster.quantize(master[None], recipe, columnwise=columnwise)
     return whole[0]
-
-
-@torch.no_grad()
-def _by_function(master: Tensor, format: Format) -> QuantizedWeight:
-    """What a format's function makes of a weight, in tensors of their own.
-
-    One tensor for both layouts is stored once: ``columnwise`` is then None.
-    """
-    made = format.by_function(master, None, Layouts(True, True))
-    if made.columnwise_scale is not made.rowwise_scale:
-        raise ValueError(
-            "GroupedTensorWithMaster: both layouts of a weight must have one scale tensor, the "
-            "function of the weight's format returned two"
-        )
-    columnwise = None if made.columnwise is made.rowwise else made.columnwise
-    kept = QuantizedWeight(made.rowwise, made.rowwise_scale, columnwise)  # type: ignore[arg-type]
-    return kept.each(torch.clone)
 
 
 def _rebuild(state: dict[str, Any]) -> GroupedTensorWithMaster:

@@ -13,6 +13,7 @@ from grouped_linear.recipes.delayed import (
     new_state,
     update_scales,
 )
+from grouped_linear.recipes.fake_quantize import fake_quantize
 from grouped_linear.recipes.format import (
     Format,
     Layouts,
@@ -35,7 +36,7 @@ from grouped_linear.recipes.quantize import (
     quantize_swiglu_grad,
     recipe_of_wgrad,
 )
-from grouped_linear.recipes.recipe import UNQUANTIZED, Recipe
+from grouped_linear.recipes.recipe import ROLES, UNQUANTIZED, Recipe
 from grouped_linear.recipes.weight import (
     QuantizedWeight,
     check_stores,
@@ -43,11 +44,13 @@ from grouped_linear.recipes.weight import (
     new_weight,
     quantize_weight,
     refresh_weight_,
+    store_weight,
     stores,
     weight_for_dgrad,
 )
 
 __all__ = [
+    "ROLES",
     "UNQUANTIZED",
     "DelayedScaling",
     "DelayedScalingState",
@@ -70,6 +73,7 @@ __all__ = [
     "Values",
     "WeightList",
     "check_stores",
+    "fake_quantize",
     "is_transposed",
     "new_state",
     "new_weight",
@@ -80,6 +84,7 @@ __all__ = [
     "quantize_weight",
     "recipe_of_wgrad",
     "refresh_weight_",
+    "store_weight",
     "stores",
     "update_scales",
     "weight_for_dgrad",

@@ -65,6 +65,7 @@ class Float8BlockScaling(Recipe):
     share_x_scales: bool = True
     wgrad: torch.dtype = E4M3
     requantize_weights: bool = field(default=False, kw_only=True)
+    freezes_weights_as = ("fp8", "mxfp4")
 
     def __post_init__(self) -> None:
         name = type(self).__name__

@@ -259,6 +259,25 @@ class Format:
         return self.scaling is not None
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether each block of numbers has a scale."""
+        return self.scaling == "block"
+
+    def reads_scales_of(self, scaling: str | None) -> bool:
+        """Whether GEMMs in this format read a weight that was quantized with this scaling."""
+        return self.scaling == scaling
+
+    @property
+    def is_kept_beside_master(self) -> bool:
+        """Whether a weight can be kept in this format beside its high-precision numbers."""
+        return self.scaling in ("block", "group") or self.quantize is not None
+
+    @property
+    def transposes_columnwise(self) -> bool:
+        """Whether the columnwise operand of a weight is FP8 data [E, K, N]."""
+        return self.scaling in ("block", "group", "delayed")
+
+    @property
     def rounds_to(self) -> "Format":
         """The format of the numbers, which fake_quantize's functions give in x's dtype."""
         format: Format | None = getattr(self.quantize, "rounds_to", None)

@@ -28,3 +28,4 @@ class MXFP8BlockScaling(Recipe):
     weight: Format = field(init=False, compare=False, default=Format(E4M3, "mx"))
     grad_output: Format = field(init=False, compare=False, default=Format(E4M3, "mx"))
     requantize_weights: bool = field(init=False, default=False)
+    freezes_weights_as = ("mxfp4",)

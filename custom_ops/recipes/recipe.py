@@ -13,6 +13,9 @@ from grouped_linear.recipes.format import SIXTEEN_BITS, Format, changed_options,
 
 AS_IT_IS = Format()
 
+#: The operands of a linear layer.
+ROLES = ("input", "weight", "grad_output")
+
 
 @dataclass(frozen=True, repr=False)
 class Recipe:
@@ -59,7 +62,7 @@ class Recipe:
     def __post_init__(self) -> None:
         name = type(self).__name__
         check_flags(name, requantize_weights=self.requantize_weights)
-        for role in ("input", "weight", "grad_output"):
+        for role in ROLES:
             if not isinstance(getattr(self, role), Format):
                 raise ValueError(f"{name}: {role} must be a Format, got {getattr(self, role)!r}")
         x, w, dy = self.input, self.weight, self.grad_output
@@ -73,7 +76,7 @@ class Recipe:
         for gemm, (left, right) in kinds.items():
             if not _agree(left, right):
                 raise ValueError(_disagree(name, gemm, f"with {left}", f"with {right}"))
-        for role, format in (("input", x), ("weight", w), ("grad_output", dy)):
+        for role, format in zip(ROLES, (x, w, dy), strict=True):
             if format.quantize is not None:  # whose errors name the role
                 named = replace(format)
                 object.__setattr__(named, "role", f"{name}: {role}")
@@ -110,6 +113,26 @@ class Recipe:
     """
     has_state = False
     """Whether a layer keeps a state for it from step to step; set by this class."""
+    freezes_weights_as: ClassVar[tuple[str, ...]] = ()
+    """How a layer's weights may be frozen in few bits: "fp8", "mxfp4" or both."""
+
+    def keeps_weights_as(self, weights: str) -> bool:
+        """Whether a layer may keep its weights in this way, "both", "fp8" or "mxfp4"."""
+        if weights == "both":
+            return self.weight.is_kept_beside_master
+        return weights in self.freezes_weights_as
+
+    @property
+    def why_rows_depend(self) -> str | None:
+        """Why the numbers of one row of x may follow the other rows; None where they do not."""
+        if self.input.quantize is not None:
+            return f"a function of your own quantizes what {self!r} multiplies"
+        if self.input.scaling in ("group", "delayed"):
+            return (
+                f"{self!r} has scales that all rows of an expert share, so a token's bits follow "
+                "its batch"
+            )
+        return None
 
     def _with_wgrad_in(self, dtype: torch.dtype) -> "Recipe":
         x, dy = (replace(f, wgrad_dtype=dtype) for f in (self.input, self.grad_output))

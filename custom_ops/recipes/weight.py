@@ -116,7 +116,7 @@ def weight_for_dgrad(columnwise: Values, scale: Tensor | None, format: Format) -
     tensor itself. A view made in a compiled forward would have another version counter, and an
     in-place write to the tensor would go unnoticed.
     """
-    if format.quantize is None and format.scaling in ("block", "group", "delayed"):
+    if format.transposes_columnwise:
         assert isinstance(columnwise, Tensor)
         columnwise = columnwise.mT
     return Operands(None, None, columnwise, scale)
@@ -157,19 +157,50 @@ def new_weight(
     )
 
 
+def store_weight(w_ENK: Tensor, format: Format, columnwise: bool) -> QuantizedWeight:
+    """Quantize a weight into new tensors; those of a function's are of both layouts."""
+    if format.quantize is not None:
+        return _by_function(w_ENK, format).each(torch.clone)
+    E, N, K = w_ENK.shape
+    stored = new_weight(format, E, N, K, w_ENK.device, columnwise)
+    refresh_weight_(stored, (w_ENK,), format, None)
+    return stored
+
+
+def _by_function(w_ENK: Tensor, format: Format) -> QuantizedWeight:
+    """What a format's function makes of a weight.
+
+    One tensor for both layouts is stored once: ``columnwise`` is then None.
+    """
+    made = format.by_function(w_ENK, None, Layouts(True, True))
+    if made.columnwise_scale is not made.rowwise_scale:
+        raise ValueError(
+            f"{format.role}: both layouts of a weight that is stored must have one scale tensor, "
+            "the function returned two"
+        )
+    columnwise = None if made.columnwise is made.rowwise else made.columnwise
+    return QuantizedWeight(made.rowwise, made.rowwise_scale, columnwise)  # type: ignore[arg-type]
+
+
 def refresh_weight_(
     quantized: QuantizedWeight, weights: WeightList, format: Format, refresh: Tensor | None
 ) -> None:
     """Quantize a weight into ``quantized``.
 
     Args:
-        quantized: from :func:`new_weight`; an op writes it, so that writes are counted.
+        quantized: from :func:`new_weight` or :func:`store_weight`; an op writes it, so that writes
+            are counted.
         weights: one tensor [E, N, K] or E tensors [N, K].
         format: its.
         refresh: a bool of no dimensions on the weight's device, which only the device reads; false
             leaves ``quantized`` alone. None stands for true.
     """
     values, scale, columnwise = quantized
+    if format.quantize is not None:
+        for part, numbers in zip(quantized, _by_function(weights[0], format), strict=True):
+            if part is not None and numbers is not None:
+                part.copy_(numbers)
+        return
     if format.scaling == "mx":
         ops.refresh_weight_mx_(values, columnwise, weights, refresh)
         return

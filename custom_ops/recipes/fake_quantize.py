@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.nn.watched import ROLES
-from grouped_linear.recipes import Format, Layouts, Operands, Recipe, quantize, quantize_weight
+from grouped_linear.recipes.format import BOTH, ROWWISE, Format, Layouts, Operands
+from grouped_linear.recipes.quantize import quantize
+from grouped_linear.recipes.recipe import ROLES, Recipe
+from grouped_linear.recipes.weight import quantize_weight
 
 
 def fake_quantize(
@@ -125,7 +127,7 @@ class Rounded:
         if format.scaling is None:
             return t if format.dtype is None else t.to(format.dtype).to(t.dtype)
         if offs_E is None:
-            w: Any = quantize_weight((t,), format, Layouts(True, True))
+            w: Any = quantize_weight((t,), format, BOTH)
             if w.rowwise_scale is None:  # MXFP8: rounded already, each way
                 return Operands(w.rowwise.to(t.dtype), None, w.columnwise.to(t.dtype))
             return _times_scales(w.rowwise, w.rowwise_scale).to(t.dtype)
@@ -139,7 +141,7 @@ class Rounded:
     def _rowwise(self, made: Any, offs_E: Tensor, t: Tensor) -> Tensor | None:
         if made.rowwise is None or made.rowwise_scale is None:
             return None if made.rowwise is None else made.rowwise.to(t.dtype)
-        if self.rounds_to.scaling == "block":
+        if self.rounds_to.in_blocks:
             return ops.group_dequantize(made.rowwise, made.rowwise_scale, offs_E, t.dtype)
         return _of_groups(made.rowwise, made.rowwise_scale, offs_E).to(t.dtype)
 
@@ -147,7 +149,7 @@ class Rounded:
         if made.columnwise is None or made.columnwise_scale is None:
             return None if made.columnwise is None else made.columnwise.to(t.dtype)
         if self.rounds_to.scaling == "group":  # the same bytes as rowwise
-            whole = quantize(t, self.rounds_to, offs_E, Layouts(True, False))
+            whole = quantize(t, self.rounds_to, offs_E, ROWWISE)
             return self._rowwise(whole, offs_E, t)
         T, scale = t.size(0), made.columnwise_scale
         return ops.group_dequantize_t(made.columnwise, scale, offs_E, T, t.dtype)
