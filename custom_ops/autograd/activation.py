@@ -63,7 +63,7 @@ def gate_up_and_h(
         x, w = fprop.operands.rowwise, fprop.b
         assert isinstance(x, Tensor)
         assert isinstance(w, Tensor)
-        given = x, w.mT, offs_E, fprop.bias_EN, fprop.rows
+        given = x, w.mT, offs_E, fprop.bias_EN, fprop.operands.rows
         both = ops.grouped_mm_swiglu(*given, keep_gate_up=keep_gate_up, activation=form)
         h = quantize(both.h, format, offs_E, ROWWISE)
         return both.gate_up, h, both.h if keep_h else None
@@ -103,7 +103,7 @@ def grads_of_gate_up(
         dy, w = dgrad.operands.rowwise, dgrad.b
         assert isinstance(dy, Tensor)
         assert isinstance(w, Tensor)
-        given = dy, w, gate_up_RG, weight_R, offs_E, dgrad.rows
+        given = dy, w, gate_up_RG, weight_R, offs_E, dgrad.operands.rows
         grads = ops.grouped_mm_swiglu_grad(*given, activation=form)
         made = quantize_grads(grads, offs_E, formats)
         return (made, *grads[:2]) if keep else (made, None, None)

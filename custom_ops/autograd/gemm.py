@@ -40,7 +40,7 @@ class Gemm(NamedTuple):
     """fprop or dgrad, not computed yet: a fused kernel may compute it with what follows."""
 
     operands: Operands
-    """The left operand a; the GEMM reads its rowwise fields."""
+    """The left operand a; the GEMM reads its rowwise fields, and may gather its rows."""
     weight: Operands
     """The right operand w: fprop reads its rowwise fields, dgrad its columnwise ones, [E, N, K]."""
     offs_E: Tensor
@@ -48,8 +48,6 @@ class Gemm(NamedTuple):
     bias_EN: Tensor | None = None
     is_fprop: bool = False
     """Whether it is ``a[t] @ w[e].T + bias[e]``; dgrad is ``a[t] @ w[e]``."""
-    rows: Tensor | None = None
-    """With a[rows[t]] in place of a[t]."""
     low_rank: LowRankTerm | None = None
     """A product of low rank that is added."""
 
@@ -71,8 +69,8 @@ class Gemm(NamedTuple):
 
     def compute(self) -> Tensor:
         """The product [T, N], or [T, K] of dgrad. The op follows from the operands."""
-        operands, w, offs_E, dtype, bias_EN, is_fprop, rows, low_rank = self
-        a, scale_a = operands[:2]
+        operands, w, offs_E, dtype, bias_EN, is_fprop, low_rank = self
+        a, scale_a, rows = operands.rowwise, operands.rowwise_scale, operands.rows
         b, scale_b = w[:2] if is_fprop else w[2:4]
         assert isinstance(a, Tensor)
         assert b is not None

@@ -60,7 +60,7 @@ class Adapter(NamedTuple):
         self, t: Tensor, first: Tensor, second: Tensor, offs_E: Tensor, rows: Tensor | None
     ) -> LowRankTerm:
         w = Operands(None, None, first)
-        product_Tr = Gemm(Operands(t), w, offs_E, t.dtype, rows=rows).compute()
+        product_Tr = Gemm(Operands(t, rows=rows), w, offs_E, t.dtype).compute()
         return LowRankTerm(product_Tr if self.scaling == 1 else product_Tr * self.scaling, second)
 
     def grads(

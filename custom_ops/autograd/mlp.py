@@ -178,10 +178,10 @@ class GroupedMLPFunction(torch.autograd.Function):
             weight_TC = arriving.weight_SC
 
         # The first layer, of gathered tokens, and the activation of its output.
-        x, rows_R, _ = gate_up.input(rows.source(x_TH), offs_E, ROWWISE)
+        x = gate_up.input(rows.source(x_TH), offs_E, ROWWISE)
         if adapter is not None:
             gate_up_term = adapter.forward_term(adapter.input(x_TH), offs_E, rows.token)
-        fprop = gate_up.fprop(x, gate_up_w, offs_E, dtype, rows_R, gate_up_term)
+        fprop = gate_up.fprop(x, gate_up_w, offs_E, dtype, gate_up_term)
         keep = needs.dh or needs.down.weight or needs.down.a
         gate_up_RG, h, h_RF = gate_up_and_h(
             fprop, config.activation, down.recipe.input, keep, down.adapter is not None
@@ -258,7 +258,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             layouts = Layouts(needs.x, needs.gate_up.weight, needs.gate_up.bias)
             formats = gate_up.recipe.grad_output, layouts, down.recipe.input, needs.down.weight
             (d_gate_up, h, d_weight_R), d_gate_up_RG, h_RF = grads_of_gate_up(
-                down.dgrad(dy.operands, saved.down, offs_E, dtype, dy.rows, term),
+                down.dgrad(dy, saved.down, offs_E, dtype, term),
                 more_dh_RF,
                 saved.gate_up_of(dtype),
                 weight_R,
@@ -285,7 +285,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             d_down_a = adapter.grad_of_a(d_down_Rr, adapter.input(h_RF), offs_E)
         del h_RF
         if needs.down.weight:
-            (d_down_w,) = down.wgrad(dy.operands, h, offs_E, dy.columnwise_rows).compute()
+            (d_down_w,) = down.wgrad(dy, h, offs_E).compute()
             del dy, h
 
         # The first layer's adapter and dgrad.
@@ -307,8 +307,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         # Its other parameters, of tokens that are gathered again, while the gradient of x travels.
         if needs.gate_up.weight:
             x = gate_up.input(rows.source(saved.x_TH), offs_E, COLUMNWISE_AGAIN)
-            wgrad = gate_up.wgrad(d_gate_up, x.operands, offs_E, None, x.columnwise_rows)
-            (d_gate_up_w,) = wgrad.compute()
+            (d_gate_up_w,) = gate_up.wgrad(d_gate_up, x, offs_E).compute()
         if needs.gate_up.bias and d_gate_up.bias_grad is not None:
             d_gate_up_bias = d_gate_up.bias_grad.to(ctx.bias_dtypes[0])
         if transport is not None:

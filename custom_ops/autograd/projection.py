@@ -17,10 +17,9 @@ from grouped_linear.recipes import (
     Operands,
     QuantizedWeight,
     Recipe,
-    RowOperands,
     Source,
     WeightList,
-    quantize_for_gemms,
+    quantize,
     quantize_weight,
     recipe_of_wgrad,
     refresh_weight_,
@@ -87,15 +86,13 @@ class Projection(NamedTuple):
         """K."""
         return self.weights[0].size(-1)
 
-    def input(self, source: Source, offs_E: Tensor, layouts: Layouts) -> RowOperands:
+    def input(self, source: Source, offs_E: Tensor, layouts: Layouts) -> Operands:
         """x for fprop, and for wgrad; GEMMs may gather its rows."""
-        return quantize_for_gemms(source, self.recipe.input, offs_E, layouts, self.out_features)
+        return quantize(source, self.recipe.input, offs_E, layouts, self.out_features)
 
-    def gradient(self, source: Source, offs_E: Tensor, layouts: Layouts) -> RowOperands:
+    def gradient(self, source: Source, offs_E: Tensor, layouts: Layouts) -> Operands:
         """dy for dgrad, and for wgrad; GEMMs may gather its rows."""
-        return quantize_for_gemms(
-            source, self.recipe.grad_output, offs_E, layouts, self.in_features
-        )
+        return quantize(source, self.recipe.grad_output, offs_E, layouts, self.in_features)
 
     def weight(self, columnwise: bool) -> Operands:
         """The weight for fprop, and for dgrad if ``columnwise``: stored, or quantized now."""
@@ -135,14 +132,13 @@ class Projection(NamedTuple):
         w: Operands,
         offs_E: Tensor,
         dtype: torch.dtype,
-        rows: Tensor | None = None,
         low_rank: LowRankTerm | None = None,
     ) -> Gemm:
-        """``x[t] @ weight[e].T + bias[e]`` of rowwise x, or x[rows], in x's dtype."""
+        """``x[t] @ weight[e].T + bias[e]`` of rowwise x, in x's dtype."""
         bias_EN = None if self.bias_EN is None else self.bias_EN.to(dtype)
         if self.recipe.checks_operands:
             self.recipe.check_operands("fprop", *x[:2], *w[:2])
-        return Gemm(x, w, offs_E, dtype, bias_EN, True, rows, low_rank)
+        return Gemm(x, w, offs_E, dtype, bias_EN, True, low_rank)
 
     def dgrad(
         self,
@@ -150,10 +146,9 @@ class Projection(NamedTuple):
         kept: Kept,
         offs_E: Tensor,
         dtype: torch.dtype,
-        rows: Tensor | None = None,
         low_rank: LowRankTerm | None = None,
     ) -> Gemm:
-        """``dy[t] @ weight[e]`` of rowwise dy, or dy[rows]."""
+        """``dy[t] @ weight[e]`` of rowwise dy."""
         columnwise, scale = kept[:2]
         if self.transposes_weight:
             columnwise = ops.transpose_weight(columnwise)
@@ -168,23 +163,17 @@ class Projection(NamedTuple):
             w = weight_for_dgrad(columnwise, scale, self.recipe.weight)
         if self.recipe.checks_operands:
             self.recipe.check_operands("dgrad", *dy[:2], *w[2:4])
-        return Gemm(dy, w, offs_E, dtype, None, False, rows, low_rank)
+        return Gemm(dy, w, offs_E, dtype, None, False, low_rank)
 
-    def wgrad(
-        self,
-        dy: Operands,
-        x: Operands,
-        offs_E: Tensor,
-        dy_rows: Tensor | None = None,
-        x_rows: Tensor | None = None,
-    ) -> Wgrad:
-        """The weight gradient of columnwise dy, or dy[dy_rows], and x, or x[x_rows]."""
+    def wgrad(self, dy: Operands, x: Operands, offs_E: Tensor) -> Wgrad:
+        """The weight gradient of columnwise dy and x."""
         assert isinstance(dy.columnwise, Tensor)
         assert isinstance(x.columnwise, Tensor)
         if self.recipe.checks_operands:
             self.recipe.check_operands("wgrad", *dy[2:4], *x[2:4])
         operands = dy.columnwise, x.columnwise, dy.columnwise_scale, x.columnwise_scale
-        return Wgrad(self.weights, self.main_grad, *operands, offs_E, dy_rows, x_rows)
+        rows = dy.columnwise_rows, x.columnwise_rows
+        return Wgrad(self.weights, self.main_grad, *operands, offs_E, *rows)
 
     # --- from the forward to the backward --------------------------------------------------------
 

@@ -41,6 +41,11 @@ class Operands(NamedTuple):
     """Multiplies ``columnwise`` to dequantize it."""
     bias_grad: Tensor | None = None
     """[E, N] float32: the sums of dy over each group's rows."""
+    rows: Tensor | None = None
+    """Where a GEMM gathers: it reads row ``rows[t]`` of ``rowwise`` for row t. Set by this package
+    alone, as is the next."""
+    columnwise_rows: Tensor | None = None
+    """The same of ``columnwise``."""
 
 
 class Layouts(NamedTuple):
@@ -216,6 +221,7 @@ class Format:
             made = Operands(made if row else None, None, made if column else None)
         if not isinstance(made, Operands):
             raise TypeError(f"{name} must return a tensor or Operands, got {type(made).__name__}")
+        made = Operands(*made[:4])
         if layouts.rowwise:
             _check_operand(f"{name}: rowwise", made.rowwise, made.rowwise_scale, t, True)
         if layouts.columnwise:  # FP8 rows for wgrad are padded, as group_quantize returns them

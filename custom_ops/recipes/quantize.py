@@ -70,16 +70,6 @@ class SwigluGradOf(NamedTuple):
 Source = Tensor | Gathered | SwigluOf
 
 
-class RowOperands(NamedTuple):
-    """Operands, and which of their rows a GEMM reads for row t: ``rows[t]``, or t without rows."""
-
-    operands: Operands
-    rows: Tensor | None = None
-    """The rows of the rowwise operand."""
-    columnwise_rows: Tensor | None = None
-    """The rows of the columnwise operand."""
-
-
 class GradFormats(NamedTuple):
     """How an expert's backward quantizes an activation's gradient and the weighted h."""
 
@@ -93,18 +83,15 @@ class GradFormats(NamedTuple):
     """Whether to return h, columnwise."""
 
 
-class SwigluGradOperands(NamedTuple):
-    """The operands that an expert's backward makes by :func:`grouped_linear.ops.swiglu_grad`."""
-
-    d_gate_up: Operands
-    """For the first layer's dgrad and wgrad."""
-    h: Operands
-    """Columnwise, for the second layer's wgrad."""
-    d_weight: Tensor
-    """[R] float32."""
+#: What an expert's backward makes by :func:`grouped_linear.ops.swiglu_grad`: the operands of the
+#: gradient, for the first layer's dgrad and wgrad; h, columnwise, for the second layer's wgrad; and
+#: the gradient of the routing weights, [R] float32.
+SwigluGradOperands = tuple[Operands, Operands, Tensor]
 
 
-def quantize(source: Source, format: Format, offs_E: Tensor, layouts: Layouts) -> Operands:
+def quantize(
+    source: Source, format: Format, offs_E: Tensor, layouts: Layouts, columns: int | None = None
+) -> Operands:
     """Make rows of x, or of a gradient, ready for the GEMMs that read them.
 
     Args:
@@ -112,10 +99,17 @@ def quantize(source: Source, format: Format, offs_E: Tensor, layouts: Layouts) -
         format: which numbers they become.
         offs_E: int32 group ends; rows at and past the last one hold anything.
         layouts: what to return.
+        columns: given where GEMMs can gather rows, so that tokens may be quantized once each: of
+            the output of the GEMM that reads the rowwise operand; without one, of the other
+            operand of wgrad.
     """
-    made = _quantize(source, format, offs_E, layouts)
+    made = None
+    if columns is not None and isinstance(source, Gathered):
+        made = _of_tokens(source, format, offs_E, layouts, columns)
+    if made is None:
+        made = _quantize(source, format, offs_E, layouts)
     if format.watched is not None:
-        format.watched.rows(source, RowOperands(made), format, offs_E, layouts)
+        format.watched.rows(source, made, format, offs_E, layouts)
     return made
 
 
@@ -188,41 +182,23 @@ def _in_scaled_format(t: Tensor, format: Format, offs_E: Tensor, layouts: Layout
     )
 
 
-def quantize_for_gemms(
-    source: Source, format: Format, offs_E: Tensor, layouts: Layouts, columns: int
-) -> RowOperands:
-    """:func:`quantize` for GEMMs that can gather rows: tokens are then quantized once each.
-
-    Args:
-        source, format, offs_E: see :func:`quantize`.
-        layouts: what to return.
-        columns: of the output of the GEMM that reads the rowwise operand; without one, of the other
-            operand of wgrad.
-    """
-    made = _for_gemms(source, format, offs_E, layouts, columns)
-    if format.watched is not None:
-        format.watched.rows(source, made, format, offs_E, layouts)
-    return made
-
-
-def _for_gemms(
-    source: Source, format: Format, offs_E: Tensor, layouts: Layouts, columns: int
-) -> RowOperands:
-    if not isinstance(source, Gathered) or not (layouts.rowwise or layouts.columnwise):
-        return RowOperands(_quantize(source, format, offs_E, layouts))
+def _of_tokens(
+    source: Gathered, format: Format, offs_E: Tensor, layouts: Layouts, columns: int
+) -> Operands | None:
+    """Operands whose rows GEMMs gather; None where rows are gathered before."""
     rows_R = source.routing.token
     if not layouts.rowwise:
+        if not layouts.columnwise or layouts.bias_grad or columns > GATHERING_WGRAD_ALONE:
+            return None
         t = _unscaled_tokens(source.tokens_TH, format)
-        if t is None or columns > GATHERING_WGRAD_ALONE or layouts.bias_grad:
-            return RowOperands(_quantize(source, format, offs_E, layouts))
-        return RowOperands(Operands(None, columnwise=t), columnwise_rows=rows_R)
+        return None if t is None else Operands(None, columnwise=t, columnwise_rows=rows_R)
     tokens = quantize_tokens(source.tokens_TH, format, columns, layouts.columnwise)
     if tokens is None:
-        return RowOperands(_quantize(source, format, offs_E, layouts))
-    if not layouts.columnwise or tokens.columnwise is not None:
-        return RowOperands(tokens, rows_R, rows_R)
+        return None
+    if tokens.columnwise is not None or not layouts.columnwise:
+        return Operands(*tokens[:5], rows_R, rows_R)
     of_rows = _quantize(source, format, offs_E, Layouts(False, True))
-    return RowOperands(Operands(*tokens[:2], *of_rows[2:4]), rows_R)
+    return Operands(*tokens[:2], *of_rows[2:4], rows=rows_R)
 
 
 def recipe_of_wgrad(recipe: Recipe, dtype: torch.dtype, in_features: int) -> Recipe:
@@ -300,10 +276,10 @@ def quantize_swiglu_grad(
         h_t = h_RF.to(input.wgrad_dtype)
     d_gate_up, h = Operands(*made), Operands(None, None, h_t, scale_h_t)
     if grad_output.watched is not None:
-        grad_output.watched.rows(source, RowOperands(d_gate_up), grad_output, offs_E, layouts)
+        grad_output.watched.rows(source, d_gate_up, grad_output, offs_E, layouts)
     if input.watched is not None and h_columnwise:
         input.watched.shares(h, input, offs_E)
-    return SwigluGradOperands(d_gate_up, h, d_weight_R)
+    return d_gate_up, h, d_weight_R
 
 
 def quantize_grads(
@@ -315,7 +291,7 @@ def quantize_grads(
     d_gate_up, h = quantize(d_gate_up_RG, grad_output, offs_E, layouts), Operands(None)
     if h_columnwise:
         h = quantize(h_RF, input, offs_E, Layouts(False, True, again=True))
-    return SwigluGradOperands(d_gate_up, h, d_weight_R)
+    return d_gate_up, h, d_weight_R
 
 
 def rows_of(source: Source, offs_E: Tensor, again: bool = False) -> Tensor:

@@ -12,7 +12,7 @@ from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FP8
 from grouped_linear.meta_kernels.watch import WATCH_COLUMNS
 from grouped_linear.recipes.format import Format, Layouts, Operands, WeightList
-from grouped_linear.recipes.quantize import Gathered, RowOperands, Source, SwigluGradOf, SwigluOf
+from grouped_linear.recipes.quantize import Gathered, Source, SwigluGradOf, SwigluOf
 
 #: Thread blocks per group. One thread block per group would be slower than the layer.
 PARTS = 4
@@ -60,15 +60,14 @@ class WatchedOperand(NamedTuple):
     def rows(
         self,
         source: Source | SwigluGradOf,
-        made: RowOperands,
+        made: Operands,
         format: Format,
         offs_E: Tensor,
         layouts: Layouts,
     ) -> None:
         """Measure x, also how wgrad's columns share scales, or dy."""
-        x = made.operands
         if layouts.again:  # the forward has measured it
-            self.shares(x, format, offs_E)
+            self.shares(made, format, offs_E)
             return
         given: dict[str, Any] = {}
         t: Tensor | None = None
@@ -80,13 +79,13 @@ class WatchedOperand(NamedTuple):
             t, given["rows"] = source.tokens_TH, source.routing.token
         else:
             t = source
-        q, scale = _quantized(x, format)
+        q, scale = _quantized(made, format)
         if q is not None:
             given["q_rows"] = made.rows
         stats, operand = self.counts.backward_stats, 2 * self.number + 1
         if not self.is_gradient:
             stats, operand = self.counts.forward_stats, 2 * self.number
-            given["scale_t"] = x.columnwise_scale if format.share_scales else None
+            given["scale_t"] = made.columnwise_scale if format.share_scales else None
             if isinstance(source, Gathered):
                 given["routed"] = getattr(source.routing, "routed", None)
         self._measure(stats, operand, t, q, scale, offs_E, **given)
