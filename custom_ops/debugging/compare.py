@@ -20,7 +20,7 @@ from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.watched import WatchedLayer
-from grouped_linear.quantized.frozen import KeepsFrozen
+from grouped_linear.quantized.frozen import KeepsFrozen, frozen_of
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
@@ -226,12 +226,10 @@ def _with_recipe(experts: Experts, recipe: Recipe | None, dtype: torch.dtype) ->
             changed[name] = None
         else:  # an activation of converted experts
             changed["_modules"][name] = module
-    frozen = layer._frozen if isinstance(layer, KeepsFrozen) else {}
     parameters: dict[str, Any] = {n: _in_high_precision(p) for n, p in layer._parameters.items()}
-    for name_of_frozen in frozen:
-        del parameters[name_of_frozen + SCALE]
-        w = layer.dequantize(name_of_frozen)
-        parameters[name_of_frozen] = nn.Parameter(w, requires_grad=False)
+    for frozen in frozen_of(layer):
+        del parameters[frozen + SCALE]
+        parameters[frozen] = nn.Parameter(layer.dequantize(frozen), requires_grad=False)
     if recipe is None or not recipe.weight.reads_any_dtype:
         for name, p in parameters.items():
             if re.sub(r"\d+$", "", name) in experts.weights or name in experts.weights:

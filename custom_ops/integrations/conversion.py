@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import E4M3, dtype_name
-from grouped_linear.quantized.frozen import KeepsFrozen
+from grouped_linear.quantized.frozen import frozen_of
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import Weights, local_part
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
@@ -173,7 +173,7 @@ def how_kept(module: nn.Module, name: str) -> str:
 
 def num_parameters(module: nn.Module) -> int:
     """Of a module, whatever their numbers are stored in."""
-    frozen = module._frozen if isinstance(module, KeepsFrozen) else {}
+    frozen = frozen_of(module)
     return sum(
         p.numel() * (frozen[name].storage.per_entry if name in frozen else 1 + _is_packed(p))
         for name, p in module.named_parameters()
@@ -183,7 +183,7 @@ def num_parameters(module: nn.Module) -> int:
 
 def _kind_of(module: nn.Module, name: str, w: Tensor) -> str:
     w = local_part(w)
-    frozen = module._frozen.get(name) if isinstance(module, KeepsFrozen) else None
+    frozen = frozen_of(module).get(name)
     if isinstance(w, GroupedTensorWithMaster):
         return "both precisions"
     if frozen is not None:

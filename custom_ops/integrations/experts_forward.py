@@ -7,7 +7,7 @@ in_features of a weight.
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.functional_mlp import apply_mlp
 from grouped_linear.nn.lora import LoraWeights
 from grouped_linear.nn.projection import ProjectionArguments
-from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen
+from grouped_linear.quantized.frozen import STORAGES, frozen_of
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import check_weights_kept, stored_weight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
@@ -176,25 +176,18 @@ def storage_of(experts: Any) -> str | None:
 
     As a checkpoint is loaded, or as ``convert(weights=...)`` keeps them.
     """
-    frozen = experts._frozen if isinstance(experts, KeepsFrozen) else {}
-    for one in frozen.values():
-        return one.weights
+    for frozen in frozen_of(experts).values():
+        return frozen.weights
     scale = experts._parameters.get(weight_names(experts)[1] + SCALE)  # PEFT parametrizes none
     if scale is None:
         return None
     return "mxfp4" if scale.size(1) == experts.hidden_dim else "fp8"  # for each row, or for 128
 
 
-def is_frozen(experts: Any) -> bool:
-    """Whether weights are frozen in few bits, as bytes."""
-    return isinstance(experts, KeepsFrozen) and len(experts._frozen) > 0
-
-
 def dtype_of_kept(experts: Any, name: str) -> torch.dtype:
     """The dtype that a weight in few bits stands for."""
-    frozen = experts._frozen if isinstance(experts, KeepsFrozen) else {}
-    if name in frozen:
-        return frozen[name].dtype
+    if name in frozen_of(experts):
+        return frozen_of(experts)[name].dtype
     return getattr(experts.config, "dtype", None) or torch.get_default_dtype()
 
 
@@ -205,9 +198,8 @@ def kept_weight(where: str, experts: Any, name: str) -> QuantizedWeight:
         ValueError: for a checkpoint of another form than e4m3 with scales of 128 x 128, or codes of
             4 bits, two a byte, with E8M0 scales of 1 x 32.
     """
-    frozen = experts.frozen_weight(name) if isinstance(experts, KeepsFrozen) else None
-    if frozen is not None:
-        return frozen
+    if name in frozen_of(experts):
+        return cast(QuantizedWeight, experts.frozen_weight(name))
     q, scale = getattr(experts, name).detach(), getattr(experts, name + SCALE).detach()
     kept_as = storage_of(experts)
     assert kept_as is not None

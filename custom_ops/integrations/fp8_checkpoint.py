@@ -24,7 +24,6 @@ from grouped_linear.integrations.activations import same_activation
 from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.experts_forward import (
     FILES,
-    is_frozen,
     kept_weight,
     recipe_of,
     storage_of,
@@ -33,7 +32,7 @@ from grouped_linear.integrations.experts_forward import (
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.rules import BLOCK, ceil_div, dtype_name
-from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen
+from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen, frozen_of
 from grouped_linear.quantized.state_dict import SCALE, sent_as_bytes
 from grouped_linear.quantized.weight import KEPT, is_dtensor
 
@@ -49,7 +48,7 @@ def describe(model: Any) -> None:
     Args:
         model: what ``save_pretrained`` is called on, with frozen experts.
     """
-    experts = {name: m for name, m in _experts_of(model).items() if is_frozen(m)}
+    experts = {name: m for name, m in _experts_of(model).items() if frozen_of(m)}
     config, conversions, obstacle = _checkpoint_of(model, experts)
     if getattr(model, "hf_quantizer", None) is None:
         model.hf_quantizer = FineGrainedFP8HfQuantizer(config)

@@ -18,7 +18,6 @@ from grouped_linear.integrations.experts_forward import (
     check_activation,
     check_recipe_reads,
     dtype_of_kept,
-    is_frozen,
     kept_weight,
     set_own_recipe,
     storage_of,
@@ -38,7 +37,7 @@ from grouped_linear.integrations.request import (
 )
 from grouped_linear.integrations.wrappers import adapted
 from grouped_linear.nn.checks import check_mx_blocks
-from grouped_linear.quantized.frozen import STORAGES
+from grouped_linear.quantized.frozen import STORAGES, frozen_of
 from grouped_linear.quantized.weight import (
     Weights,
     is_by_experts,
@@ -75,7 +74,7 @@ def check(model: nn.Module, experts: Mapping[str, Any], request: Request) -> Non
             check_replaceable(where, module, weight_names(module))
         if weights == "both":
             _check_can_keep_both(where, module)
-        if weights in STORAGES and not is_frozen(module):
+        if weights in STORAGES and not frozen_of(module):
             _check_can_freeze(where, module, model, weights)
     if adapted(model) & {*experts.values()}:  # PEFT is imported for such models alone
         from grouped_linear.integrations.peft import check_adapters
@@ -102,7 +101,7 @@ def convert(
         if of_module.weights == "both":
             assert of_module.recipe is not None
             _keep_both(changes, module, of_module.recipe)
-        if of_module.weights in STORAGES and not is_frozen(module):
+        if of_module.weights in STORAGES and not frozen_of(module):
             _freeze(changes, module, of_module)
             frozen = True
         elif of_module.weights is None:
@@ -149,7 +148,7 @@ def _members(before: type[nn.Module]) -> dict[str, Any]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         name = self.config._experts_implementation
-        if is_frozen(self) and Implementation.of(name) is None:
+        if frozen_of(self) and Implementation.of(name) is None:
             raise ValueError(
                 f"{before.__name__}: the weights are in few bits, and the experts implementation "
                 f"{name!r} would read their bytes: call convert(model, Float8BlockScaling()) "

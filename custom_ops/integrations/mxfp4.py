@@ -20,10 +20,10 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import Mxfp4Config
 
 from grouped_linear.integrations.convert import convert
-from grouped_linear.integrations.experts_forward import is_frozen
 from grouped_linear.integrations.hugging_face import save_by_parts
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.meta_kernels.rules import MX_BLOCK, ceil_div
+from grouped_linear.quantized.frozen import frozen_of
 from grouped_linear.quantized.state_dict import SCALE
 
 __all__ = ["mxfp4_config"]
@@ -120,7 +120,7 @@ class PackedMxfp4Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         for name, module in model.named_modules():
-            if isinstance(module, GptOssExperts) and is_frozen(module):
+            if isinstance(module, GptOssExperts) and frozen_of(module):
                 _check_loaded(name, module)
         if Implementation.of(model.config._experts_implementation) is None:
             convert(model)

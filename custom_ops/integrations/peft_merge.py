@@ -14,7 +14,7 @@ from peft import LoraModel
 from peft.tuners.lora import layer as lora
 from peft.tuners.mixed import MixedModel
 
-from grouped_linear.quantized.frozen import KeepsFrozen
+from grouped_linear.quantized.frozen import frozen_of
 from grouped_linear.quantized.weight import is_dtensor
 
 
@@ -33,8 +33,8 @@ def check_merge(where: str, layer: Any) -> None:
         )
     if w.element_size() == 1:
         kept_as = "mxfp4" if w.dtype == torch.int8 else "fp8"  # as transformers loads them
-        if isinstance(base, KeepsFrozen) and base._frozen:
-            kept_as = base._frozen[layer.parameter_name].weights
+        if frozen_of(base):
+            kept_as = frozen_of(base)[layer.parameter_name].weights
         raise ValueError(
             f"{where} is in {kept_as.upper()} and stays as it is: keep the adapter beside it, or "
             "merge it in the model in 16 bits (a checkpoint: dequantize=True in its quantization "
@@ -52,9 +52,8 @@ def _after_check(method: Callable[..., Any]) -> Callable[..., Any]:
             if not isinstance(layer, lora.ParamWrapper) or (op == "unmerge" and not layer.merged):
                 continue
             base, is_grouped = layer.get_base_layer(), type(layer) is not lora.ParamWrapper
-            frozen = base._frozen if isinstance(base, KeepsFrozen) else {}
-            in_few_bits = layer.parameter_name in frozen or type(base).__name__ == "FP8Experts"
-            if is_grouped or in_few_bits:
+            in_file = type(base).__name__ == "FP8Experts"
+            if is_grouped or in_file or layer.parameter_name in frozen_of(base):
                 check_merge(f"{op}: {name or layer.parameter_name}", layer)
         return method(self, *args, **kwargs)
 

@@ -26,13 +26,9 @@ class Dispatched(NamedTuple):
     """What :meth:`TokenDispatcher.combine` needs to know."""
 
 
-class Started(NamedTuple):
-    """Tokens that are on their way, and the choices of all that this process will receive."""
-
-    arriving: Arriving
-    top_k_index: Tensor
-    """[S, C] as in :class:`Dispatched`."""
-    max_rows: int | None
+#: Tokens that are on their way; the choices of all that this process will receive, [S, C], and how
+#: many rows they may be, both as in :class:`Dispatched`.
+Started = tuple[Arriving, Tensor, int | None]
 
 
 class TokenDispatcher(nn.Module):

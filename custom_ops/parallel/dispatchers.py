@@ -140,7 +140,7 @@ class _StaticDispatcher(TokenDispatcher):
         sent, numbers_SI = transport.receive_numbers(sent)
         assert numbers_SI is not None
         weight_SC, expert_SC = weights_and_experts(numbers_SI)
-        return Started(Arriving(transport, sent, weight_SC), *self._own(expert_TC, expert_SC))
+        return Arriving(transport, sent, weight_SC), *self._own(expert_TC, expert_SC)
 
     def _experts(self, top_k_index: Tensor) -> Tensor:
         """The choices in int32. A wide number that is no expert must not become one."""
@@ -203,8 +203,39 @@ class AllGather(_StaticDispatcher):
         return Exchange(torch.arange(T * D, device=expert_TC.device).view(D, T).t())
 
 
-class _Sorting(_StaticDispatcher):
-    """What sorts tokens by process: a token goes to each that holds one of its experts, once."""
+class AllToAll(_StaticDispatcher):
+    """Each process gets the tokens that chose its experts, each token once.
+
+    Every process has a fixed number of slots for the tokens of each other: for all T of them, or
+    with `capacity_factor` fewer.
+
+    Args:
+        mesh, num_experts, fp8, check_tokens: see :class:`AllGather`, as ``dropped``.
+        capacity_factor: slots from one process to another: this many times the choices that go
+            there where experts are equally popular, T * C / D, but at most T. The last tokens past
+            it are dropped, with all that they chose there, and counted in ``dropped`` of the
+            sender. Rows of GEMMs are bounded as :class:`AllGather` bounds them. None drops nothing.
+
+    Raises:
+        ValueError: as :class:`AllGather`.
+    """
+
+    def exchange(self, expert_TC: Tensor) -> Exchange | VariableExchange:
+        """Tokens sorted by process, in slots."""
+        (T, C), D, device = expert_TC.shape, self.group.size, expert_TC.device
+        if T == 0:  # not a row to point to
+            return Exchange(expert_TC.new_empty(0, D))
+        slots = self.slots(T, C)
+        kept_TD, (_, token_R, row_TD, end_D) = self.select(expert_TC, slots)
+        # An extra slot, which no token fills: choices of no expert point there.
+        block, start_D = slots + 1, starts(end_D)
+        process_D = torch.arange(D, dtype=torch.int32, device=device)
+        slot_TD = torch.where(kept_TD, process_D * block + row_TD - start_D, slots)
+        place_B = torch.arange(block, dtype=torch.int32, device=device)
+        row_DB = start_D[:, None] + place_B
+        empty_DB = (row_DB >= end_D[:, None]) | (place_B == slots)
+        token_S = token_R[row_DB.flatten().clamp(max=T * D - 1)]
+        return Exchange(slot_TD, token_S, empty_DB.flatten())
 
     def slots(self, T: int, C: int) -> int:
         """How many tokens may go to one process."""
@@ -237,42 +268,7 @@ class _Sorting(_StaticDispatcher):
         return kept_TD, by_process
 
 
-class AllToAll(_Sorting):
-    """Each process gets the tokens that chose its experts, each token once.
-
-    Every process has a fixed number of slots for the tokens of each other: for all T of them, or
-    with `capacity_factor` fewer.
-
-    Args:
-        mesh, num_experts, fp8, check_tokens: see :class:`AllGather`, as ``dropped``.
-        capacity_factor: slots from one process to another: this many times the choices that go
-            there where experts are equally popular, T * C / D, but at most T. The last tokens past
-            it are dropped, with all that they chose there, and counted in ``dropped`` of the
-            sender. Rows of GEMMs are bounded as :class:`AllGather` bounds them. None drops nothing.
-
-    Raises:
-        ValueError: as :class:`AllGather`.
-    """
-
-    def exchange(self, expert_TC: Tensor) -> Exchange:
-        """Tokens sorted by process, in slots."""
-        (T, C), D, device = expert_TC.shape, self.group.size, expert_TC.device
-        if T == 0:  # not a row to point to
-            return Exchange(expert_TC.new_empty(0, D))
-        slots = self.slots(T, C)
-        kept_TD, (_, token_R, row_TD, end_D) = self.select(expert_TC, slots)
-        # An extra slot, which no token fills: choices of no expert point there.
-        block, start_D = slots + 1, starts(end_D)
-        process_D = torch.arange(D, dtype=torch.int32, device=device)
-        slot_TD = torch.where(kept_TD, process_D * block + row_TD - start_D, slots)
-        place_B = torch.arange(block, dtype=torch.int32, device=device)
-        row_DB = start_D[:, None] + place_B
-        empty_DB = (row_DB >= end_D[:, None]) | (place_B == slots)
-        token_S = token_R[row_DB.flatten().clamp(max=T * D - 1)]
-        return Exchange(slot_TD, token_S, empty_DB.flatten())
-
-
-class AllToAllV(_Sorting):
+class AllToAllV(AllToAll):
     """Each process gets the tokens that chose its experts, each token once, and nothing else.
 
     Only those slots of :class:`AllToAll` that hold a token are sent. Their number stays on the

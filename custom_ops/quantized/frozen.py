@@ -138,6 +138,11 @@ class Frozen(NamedTuple):
         return STORAGES[self.weights]
 
 
+def frozen_of(module: Any) -> Mapping[str, Frozen]:
+    """How weights of a module are frozen, by the parameter's name; empty of any other module."""
+    return getattr(module, "_frozen", {})
+
+
 #: Called where a module gets frozen weights, by itself or as a copy or pickle of another.
 on_freeze: list[Callable[[], None]] = []
 
