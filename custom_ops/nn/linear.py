@@ -15,22 +15,20 @@ from grouped_linear.nn.checks import (
     check_flags,
     check_mx_blocks,
     check_num_groups,
-    check_options,
     check_parameters,
 )
 from grouped_linear.nn.from_modules import fill, stack_linears
 from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.gradient_accumulation import read_flag
-from grouped_linear.nn.lora import HasAdapters, Lora, check_lora
-from grouped_linear.nn.projection import ProjectionArguments, arguments_of_layer
-from grouped_linear.nn.watched import WatchedLayer
-from grouped_linear.quantized.frozen import STORAGES
-from grouped_linear.quantized.weight import Weights, check_weights_kept, is_dtensor, keep_weight
+from grouped_linear.nn.grouped_layer import GroupedLayer
+from grouped_linear.nn.lora import Lora, check_lora
+from grouped_linear.nn.projection import ProjectionArguments
+from grouped_linear.quantized.weight import Weights, is_dtensor
 from grouped_linear.quantized.weight_cache import WeightCache
-from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
+from grouped_linear.recipes import DelayedScalingState, Recipe
 
 
-class GroupedLinear(HasAdapters):
+class GroupedLinear(GroupedLayer):
     """One linear layer for each expert: ``y[t] = x[t] @ weight[e].T + bias[e]``, t in group e.
 
     :class:`grouped_linear.te.GroupedLinear` has the further arguments of TransformerEngine's layer.
@@ -90,7 +88,6 @@ class GroupedLinear(HasAdapters):
     bias: nn.Parameter | None
     weight_state: DelayedScalingState | None
     weight_cache: WeightCache | None
-    watched: WatchedLayer | None
 
     def __init__(
         self,
@@ -112,30 +109,16 @@ class GroupedLinear(HasAdapters):
         check_features("GroupedLinear", "in_features", in_features)
         check_features("GroupedLinear", "out_features", out_features)
         check_flags("GroupedLinear", bias=bias)
-        check_options("GroupedLinear", recipe, cache_weights, fuse_wgrad_accumulation, dtype)
-        check_weights_kept("GroupedLinear", recipe, weights, cache_weights, fuse_wgrad_accumulation)
+        self._set_options(
+            "GroupedLinear", recipe, weights, cache_weights, fuse_wgrad_accumulation, dtype
+        )
         check_mx_blocks("GroupedLinear", weights, in_features=in_features)
         check_lora("GroupedLinear", lora)
-        self.num_experts, self.in_features, self.out_features = (
-            num_experts,
-            in_features,
-            out_features,
-        )
-        self._has_bias, self._recipe = bias, recipe
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.weights = weights
+        self.num_experts, self._has_bias = num_experts, bias
+        self.in_features, self.out_features = in_features, out_features
         E, N, K = num_experts, out_features, in_features
-        weight = torch.empty(E, N, K, dtype=dtype, device=device)
-        if weights in STORAGES:
-            self.freeze("weight", weight, recipe, weights=weights)
-        else:
-            self._register("weight", keep_weight(weight, weights, recipe))
-        b = torch.empty(E, N, dtype=dtype, device=device) if bias else None
-        self._register("bias", b)
-        self.weight_state, self.weight_cache = new_state(recipe, E, device), None
-        self.watched = None
-        if cache_weights and recipe is not None:
-            self.weight_cache = WeightCache(recipe, E, N, K, device)
+        self._add_weight("weight", torch.empty(E, N, K, dtype=dtype, device=device), cache_weights)
+        self._register("bias", torch.empty(E, N, dtype=dtype, device=device) if bias else None)
         self._add_adapters({} if lora is None else {"weight": lora})
         self.reset_parameters()
 
@@ -184,15 +167,6 @@ class GroupedLinear(HasAdapters):
         fill(layer, parameters)
         return layer
 
-    @property
-    def recipe(self) -> Recipe | None:
-        """How GEMMs are computed. Another recipe has another state: make another layer."""
-        return self._recipe
-
-    def _register(self, name: str, t: Tensor | None) -> None:
-        """Register a parameter. A subclass may register one for each expert."""
-        self.register_parameter(name, None if t is None else nn.Parameter(t))
-
     def _experts_of(self, name: str) -> Any:
         """The parameter, whose first dimension is experts, or a tuple with one of each expert."""
         return getattr(self, name)
@@ -202,9 +176,7 @@ class GroupedLinear(HasAdapters):
         """Draw the parameters again, reset scales and the weight cache; do nothing on meta."""
         if next(self.parameters()).is_meta:
             return
-        for state in (self.weight_state, self.weight_cache):
-            if state is not None:
-                state.reset()
+        self._reset()
         bias = self._experts_of("bias")
         with self.drawn("weight", self._experts_of("weight")) as weight:
             self._draw(weight, () if bias is None else bias)
@@ -261,7 +233,7 @@ class GroupedLinear(HasAdapters):
         """The projection in a call, of the weights by name and the bias that a subclass chooses."""
         stores_weight = self.weight_cache is not None or self.weights is not None
         first = read_flag("GroupedLinear", is_first_microbatch, x, self._recipe, stores_weight)
-        given = arguments_of_layer(self, "GroupedLinear", "weight", weights, bias, first)
+        given = self._arguments("GroupedLinear", "weight", weights, bias, first)
         check_parameters("grouped_linear", bias=bias)
         if given.stored is None:
             check_parameters("grouped_linear", weight=given.weights[0])

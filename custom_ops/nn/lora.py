@@ -1,4 +1,4 @@
-"""Adapters (LoRA): what a user gives, its checks, and the parameters of a layer's adapters.
+"""Adapters (LoRA): what a user gives, and its checks.
 
 E groups (experts), K in_features, N out_features, r the rank.
 """
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
-from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.recipes.format import check_flags
 
 MAX_RANK = 256
@@ -98,73 +97,3 @@ def check_lora(layer: str, lora: Any) -> None:
     """Raise ValueError unless it is None or a Lora."""
     if lora is not None and not isinstance(lora, Lora):
         raise ValueError(f"{layer}: lora must be None or a grouped_linear.Lora, got {lora!r}")
-
-
-class HasAdapters(KeepsFrozen):
-    """A layer some of whose weights have adapters; see :class:`Lora`.
-
-    The adapter of a weight is the parameters ``{weight}_lora_a`` and ``{weight}_lora_b``.
-    """
-
-    _adapters: dict[str, Lora]
-
-    def _add_adapters(self, adapters: dict[str, Lora]) -> None:
-        """Register the adapters' parameters and freeze all others."""
-        self._adapters = adapters
-        if not adapters:
-            return
-        self.requires_grad_(False)
-        for name, lora in adapters.items():
-            weight = getattr(self, name)
-            E, N, K = self.weight_shape(name)
-            frozen = self._frozen.get(name)
-            dtype = lora.dtype or (weight.dtype if frozen is None else frozen.dtype)
-            options = {"dtype": dtype, "device": weight.device}
-            a = torch.empty(E, lora.rank, K, **options)
-            self.register_parameter(f"{name}_lora_a", nn.Parameter(a))
-            b = torch.empty(E, N, lora.rank, **options)
-            self.register_parameter(f"{name}_lora_b", nn.Parameter(b))
-
-    def _draw_adapters(self) -> None:
-        """A as torch.nn.Linear draws its weight, B zero."""
-        for name in self._adapters:
-            a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
-            bound = 1 / math.sqrt(a.size(2))
-            nn.init.uniform_(a, -bound, bound)
-            nn.init.zeros_(b)
-
-    def _adapter(self, name: str) -> LoraWeights | None:
-        """The adapter of a weight in this call."""
-        lora = self._adapters.get(name)
-        if lora is None:
-            return None
-        a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
-        return LoraWeights(a, b, lora.scaling, lora.dropout if self.training else 0.0)
-
-    @torch.no_grad()
-    def merge_lora(self) -> None:
-        """Add each adapter's product to its weight, and set its B to zero: outputs stay.
-
-        ``weight[e] += scaling * B[e] @ A[e]``, computed in float32 and rounded once to the weight's
-        numbers. On meta nothing is done.
-
-        Raises:
-            ValueError: for weights that are frozen in few bits, which would drop most of a small
-                adapter. Nothing is merged then.
-        """
-        for name in self._adapters:
-            if name in self._frozen:
-                raise ValueError(
-                    f"merge_lora: {name} is frozen with weights={self._frozen[name].weights!r} and "
-                    "stays as it is: keep the adapter beside it, or merge in a layer with "
-                    f"weights=None into which you copy dequantize({name!r})"
-                )
-        for name, lora in self._adapters.items():
-            a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
-            weight = getattr(self, name)
-            if weight.is_meta:  # which torch.autocast does not know
-                return
-            with torch.autocast(weight.device.type, enabled=False):
-                product_ENK = lora.scaling * torch.bmm(b.float(), a.float())
-            weight.copy_((weight.float() + product_ENK).to(weight.dtype))
-            b.zero_()

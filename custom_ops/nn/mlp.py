@@ -17,23 +17,21 @@ from grouped_linear.nn.checks import (
     check_flags,
     check_mx_blocks,
     check_num_groups,
-    check_options,
 )
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.from_modules import fill, stack_experts
 from grouped_linear.nn.functional_mlp import apply_mlp, apply_mlp_sorted
 from grouped_linear.nn.gradient_accumulation import read_flag
-from grouped_linear.nn.lora import HasAdapters, Lora, check_lora
-from grouped_linear.nn.projection import ProjectionArguments, arguments_of_layer
-from grouped_linear.nn.watched import WatchedLayer
+from grouped_linear.nn.grouped_layer import GroupedLayer
+from grouped_linear.nn.lora import Lora, check_lora
+from grouped_linear.nn.projection import ProjectionArguments
 from grouped_linear.ops.activation import PLAIN, Activation
-from grouped_linear.quantized.frozen import STORAGES
-from grouped_linear.quantized.weight import Weights, check_weights_kept, keep_weight
+from grouped_linear.quantized.weight import Weights
 from grouped_linear.quantized.weight_cache import WeightCache
-from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
+from grouped_linear.recipes import DelayedScalingState, Recipe
 
 
-class GroupedMLP(HasAdapters):
+class GroupedMLP(GroupedLayer):
     """Experts of two layers and their weighted sum: :func:`grouped_linear.grouped_mlp` as a module.
 
     Args:
@@ -98,7 +96,6 @@ class GroupedMLP(HasAdapters):
     gate_up_proj_cache: WeightCache | None
     down_proj_cache: WeightCache | None
     dispatcher: TokenDispatcher | None
-    watched: WatchedLayer | None
 
     def __init__(
         self,
@@ -123,36 +120,23 @@ class GroupedMLP(HasAdapters):
         check_features("GroupedMLP", "intermediate_size", intermediate_size)
         check_flags("GroupedMLP", bias=bias, save_gate_up_in_fp8=save_gate_up_in_fp8)
         check_activation("GroupedMLP", activation)
-        check_options("GroupedMLP", recipe, cache_weights, fuse_wgrad_accumulation, dtype)
-        check_weights_kept("GroupedMLP", recipe, weights, cache_weights, fuse_wgrad_accumulation)
+        self._set_options(
+            "GroupedMLP", recipe, weights, cache_weights, fuse_wgrad_accumulation, dtype
+        )
         sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
         check_mx_blocks("GroupedMLP", weights, **sizes)
         adapters = _adapters_of(lora)
         self.num_experts = num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.activation, self._recipe = activation, recipe
-        self.save_gate_up_in_fp8 = save_gate_up_in_fp8
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.weights = weights
+        self.activation, self.save_gate_up_in_fp8 = activation, save_gate_up_in_fp8
+        self.dispatcher = None
         E, H, F = num_experts, hidden_size, intermediate_size
         G = 2 * F if activation.gated else F
         for name, shape in (("gate_up_proj", (E, G, H)), ("down_proj", (E, H, F))):
-            w = torch.empty(shape, dtype=dtype, device=device)
-            if weights in STORAGES:
-                self.freeze(name, w, recipe, weights=weights)
-            else:
-                kept = keep_weight(w, weights, recipe)
-                self.register_parameter(name, nn.Parameter(kept))
+            self._add_weight(name, torch.empty(shape, dtype=dtype, device=device), cache_weights)
         for name, features in (("gate_up_proj_bias", G), ("down_proj_bias", H)):
-            b = nn.Parameter(torch.empty(E, features, dtype=dtype, device=device)) if bias else None
-            self.register_parameter(name, b)
-        self.gate_up_proj_state = new_state(recipe, E, device)
-        self.down_proj_state = new_state(recipe, E, device)
-        self.gate_up_proj_cache = self.down_proj_cache = None
-        if cache_weights and recipe is not None:
-            self.gate_up_proj_cache = WeightCache(recipe, E, G, H, device)
-            self.down_proj_cache = WeightCache(recipe, E, H, F, device)
-        self.dispatcher = self.watched = None
+            b = torch.empty(E, features, dtype=dtype, device=device) if bias else None
+            self._register(name, b)
         self._add_adapters(adapters)
         self.reset_parameters()
 
@@ -216,11 +200,6 @@ class GroupedMLP(HasAdapters):
         fill(layer, parameters)
         return layer
 
-    @property
-    def recipe(self) -> Recipe | None:
-        """How GEMMs are computed. Another recipe has other states: make another module."""
-        return self._recipe
-
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the parameters as nn.Linear does, reset scales and caches; do nothing on meta."""
@@ -235,14 +214,7 @@ class GroupedMLP(HasAdapters):
             with self.drawn(name, weight_ENK) as w_ENK:
                 nn.init.uniform_(w_ENK, -bound, bound)
         self._draw_adapters()
-        for state in (
-            self.gate_up_proj_state,
-            self.down_proj_state,
-            self.gate_up_proj_cache,
-            self.down_proj_cache,
-        ):
-            if state is not None:
-                state.reset()
+        self._reset()
 
     def forward(
         self,
@@ -310,9 +282,9 @@ class GroupedMLP(HasAdapters):
         stores_weight = self.gate_up_proj_cache is not None or self.weights is not None
         first = read_flag("GroupedMLP", is_first_microbatch, x, self._recipe, stores_weight)
         weight, bias = {"gate_up_proj": self.gate_up_proj}, self.gate_up_proj_bias
-        gate_up = arguments_of_layer(self, "GroupedMLP", "gate_up_proj", weight, bias, first)
+        gate_up = self._arguments("GroupedMLP", "gate_up_proj", weight, bias, first)
         weight, bias = {"down_proj": self.down_proj}, self.down_proj_bias
-        down = arguments_of_layer(self, "GroupedMLP", "down_proj", weight, bias, first, 1)
+        down = self._arguments("GroupedMLP", "down_proj", weight, bias, first, 1)
         if self.dispatcher is not None:
             gate_up, down = gate_up.local(), down.local()
         return gate_up, down

@@ -1,10 +1,9 @@
-"""From a layer's parameters to the projections of one call: both layers make them here.
+"""From the arguments of a function to the projections of one call.
 
 T rows, E groups (experts), K in_features, N out_features.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from grouped_linear.autograd.low_rank import Adapter
 from grouped_linear.autograd.projection import Projection, StoredWeight
 from grouped_linear.autograd.wgrad import MainGrad
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
-from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_grad_of
 from grouped_linear.nn.lora import LoraWeights
 from grouped_linear.quantized.weight import KEPT, local_part, stored_weight
 from grouped_linear.recipes import UNQUANTIZED, Recipe, WeightList
@@ -43,41 +41,6 @@ class ProjectionArguments(NamedTuple):
             stored = StoredWeight(stored.weight.each(local_part), stored.refresh)
         bias = local_part(self.bias)
         return self._replace(weights=weights, bias=bias, lora=lora, stored=stored)
-
-
-def arguments_of_layer(
-    layer: Any,
-    owner: str,
-    name: str,
-    weights: Mapping[str, Any],
-    bias: Tensor | None,
-    first: Tensor | bool | None,
-    number: int = 0,
-) -> ProjectionArguments:
-    """A layer's projection in one call.
-
-    Args:
-        layer: a GroupedLinear or GroupedMLP.
-        owner: the name that errors begin with.
-        name: of the weight among the layer's attributes.
-        weights: the parameters by name, one or one for each expert.
-        bias: [E, N].
-        first: ``is_first_microbatch`` as :func:`read_flag` returns it.
-        number: of the weight among the layer's.
-    """
-    tensors, frozen = tuple(weights.values()), layer.frozen_weight(name)
-    state, cache = getattr(layer, f"{name}_state"), getattr(layer, f"{name}_cache")
-    main_grad = stored = None
-    if frozen is not None:
-        tensors, stored = (frozen.stand_in,), StoredWeight(frozen)
-    else:
-        if layer.fuse_wgrad_accumulation and torch.is_grad_enabled():
-            main_grad = main_grad_of(owner, weights, first)
-        stored = cached_weight(owner, cache, tensors, first)
-    recipe = layer.recipe if state is None else state.of_call(cache is not None and fills(first))
-    if layer.watched is not None:
-        recipe = layer.watched.recipe(recipe, number)
-    return ProjectionArguments(tensors, bias, recipe, layer._adapter(name), stored, main_grad)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

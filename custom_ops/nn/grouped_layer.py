@@ -1,0 +1,175 @@
+"""The weights of a layer: how each is kept, its state, its cache and its adapter.
+
+E groups (experts), K in_features, N out_features, r the rank of an adapter.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grouped_linear.autograd.projection import StoredWeight
+from grouped_linear.nn.checks import check_options
+from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_grad_of
+from grouped_linear.nn.lora import Lora, LoraWeights
+from grouped_linear.nn.projection import ProjectionArguments
+from grouped_linear.nn.watched import WatchedLayer
+from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen
+from grouped_linear.quantized.weight import Weights, check_weights_kept, keep_weight
+from grouped_linear.quantized.weight_cache import WeightCache
+from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
+
+
+class GroupedLayer(KeepsFrozen):
+    """A layer of weights [E, N, K]; :class:`GroupedLinear` and :class:`GroupedMLP` are two.
+
+    A weight ``name`` may have beside it the modules ``name_state`` and ``name_cache``, and its
+    adapter's parameters ``name_lora_a`` and ``name_lora_b``.
+    """
+
+    weights: Weights
+    fuse_wgrad_accumulation: bool
+    watched: WatchedLayer | None
+    _recipe: Recipe | None
+    _adapters: dict[str, Lora]
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """How GEMMs are computed. Another recipe has another state: make another layer."""
+        return self._recipe
+
+    def _set_options(
+        self,
+        owner: str,
+        recipe: Recipe | None,
+        weights: Weights,
+        cache_weights: bool,
+        fuse_wgrad_accumulation: bool,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Check and set the options of all weights; errors begin with the name ``owner``."""
+        check_options(owner, recipe, cache_weights, fuse_wgrad_accumulation, dtype)
+        check_weights_kept(owner, recipe, weights, cache_weights, fuse_wgrad_accumulation)
+        self._recipe, self.weights = recipe, weights
+        self.fuse_wgrad_accumulation, self.watched = fuse_wgrad_accumulation, None
+
+    def _add_weight(self, name: str, w_ENK: Tensor, cached: bool) -> None:
+        """Register a weight, kept as the options say, with its state and its cache."""
+        recipe, (E, N, K), device = self._recipe, w_ENK.shape, w_ENK.device
+        if self.weights in STORAGES:
+            self.freeze(name, w_ENK, recipe, weights=self.weights)
+        else:
+            self._register(name, keep_weight(w_ENK, self.weights, recipe))
+        setattr(self, f"{name}_state", new_state(recipe, E, device))
+        cache = WeightCache(recipe, E, N, K, device) if cached and recipe is not None else None
+        setattr(self, f"{name}_cache", cache)
+
+    def _register(self, name: str, t: Tensor | None) -> None:
+        """Register a parameter. A subclass may register one for each expert."""
+        self.register_parameter(name, None if t is None else nn.Parameter(t))
+
+    def _reset(self) -> None:
+        """Forget the scales and what caches hold."""
+        for kept in self.children():
+            if isinstance(kept, DelayedScalingState | WeightCache):
+                kept.reset()
+
+    def _arguments(
+        self,
+        owner: str,
+        name: str,
+        weights: Mapping[str, Any],
+        bias: Tensor | None,
+        first: Tensor | bool | None,
+        number: int = 0,
+    ) -> ProjectionArguments:
+        """The projection of a weight in one call.
+
+        Args:
+            owner: the name that errors begin with.
+            name: of the weight among the layer's attributes.
+            weights: its parameters by name, one or one for each expert.
+            bias: [E, N].
+            first: ``is_first_microbatch`` as :func:`read_flag` returns it.
+            number: of the weight among the layer's.
+        """
+        tensors, frozen = tuple(weights.values()), self.frozen_weight(name)
+        state, cache = getattr(self, f"{name}_state"), getattr(self, f"{name}_cache")
+        main_grad = stored = None
+        if frozen is not None:
+            tensors, stored = (frozen.stand_in,), StoredWeight(frozen)
+        else:
+            if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+                main_grad = main_grad_of(owner, weights, first)
+            stored = cached_weight(owner, cache, tensors, first)
+        recipe = (
+            self._recipe if state is None else state.of_call(cache is not None and fills(first))
+        )
+        if self.watched is not None:
+            recipe = self.watched.recipe(recipe, number)
+        return ProjectionArguments(tensors, bias, recipe, self._adapter(name), stored, main_grad)
+
+    # --- adapters --------------------------------------------------------------------------------
+
+    def _add_adapters(self, adapters: dict[str, Lora]) -> None:
+        """Register the adapters' parameters and freeze all others."""
+        self._adapters = adapters
+        if not adapters:
+            return
+        self.requires_grad_(False)
+        for name, lora in adapters.items():
+            weight = getattr(self, name)
+            E, N, K = self.weight_shape(name)
+            frozen = self._frozen.get(name)
+            dtype = lora.dtype or (weight.dtype if frozen is None else frozen.dtype)
+            options = {"dtype": dtype, "device": weight.device}
+            a = torch.empty(E, lora.rank, K, **options)
+            self.register_parameter(f"{name}_lora_a", nn.Parameter(a))
+            b = torch.empty(E, N, lora.rank, **options)
+            self.register_parameter(f"{name}_lora_b", nn.Parameter(b))
+
+    def _draw_adapters(self) -> None:
+        """A as torch.nn.Linear draws its weight, B zero."""
+        for name in self._adapters:
+            a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
+            bound = 1 / math.sqrt(a.size(2))
+            nn.init.uniform_(a, -bound, bound)
+            nn.init.zeros_(b)
+
+    def _adapter(self, name: str) -> LoraWeights | None:
+        """The adapter of a weight in this call."""
+        lora = self._adapters.get(name)
+        if lora is None:
+            return None
+        a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
+        return LoraWeights(a, b, lora.scaling, lora.dropout if self.training else 0.0)
+
+    @torch.no_grad()
+    def merge_lora(self) -> None:
+        """Add each adapter's product to its weight, and set its B to zero: outputs stay.
+
+        ``weight[e] += scaling * B[e] @ A[e]``, computed in float32 and rounded once to the weight's
+        numbers. On meta nothing is done.
+
+        Raises:
+            ValueError: for weights that are frozen in few bits, which would drop most of a small
+                adapter. Nothing is merged then.
+        """
+        for name in self._adapters:
+            if name in self._frozen:
+                raise ValueError(
+                    f"merge_lora: {name} is frozen with weights={self._frozen[name].weights!r} and "
+                    "stays as it is: keep the adapter beside it, or merge in a layer with "
+                    f"weights=None into which you copy dequantize({name!r})"
+                )
+        for name, lora in self._adapters.items():
+            a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
+            weight = getattr(self, name)
+            if weight.is_meta:  # which torch.autocast does not know
+                return
+            with torch.autocast(weight.device.type, enabled=False):
+                product_ENK = lora.scaling * torch.bmm(b.float(), a.float())
+            weight.copy_((weight.float() + product_ENK).to(weight.dtype))
+            b.zero_()
