@@ -41,6 +41,8 @@ class Adapter(NamedTuple):
     scaling: float
     mask: Tensor | None = None
     """Dropout's factors of the adapter's input; None without dropout."""
+    dropout: float = 0.0
+    """The probability by which a call draws the mask."""
 
     def input(self, x: Tensor) -> Tensor:
         """x after dropout, which A multiplies."""

@@ -66,9 +66,11 @@ class Projection(NamedTuple):
     """
 
     weights: WeightList
-    """The weights that are quantized or multiplied; under autocast copies of the parameters."""
+    """One [E, N, K], or E of [N, K], which have no adapter. They are quantized or multiplied; under
+    autocast they are copies of the parameters."""
     bias_EN: Tensor | None
     recipe: Recipe
+    """Its formats have the state of delayed scaling, and count where the layer is watched."""
     stored: StoredWeight | None = None
     """The quantized weight to read: a layer's cache, or the parameter itself."""
     main_grad: MainGrad | None = None

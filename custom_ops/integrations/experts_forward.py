@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from grouped_linear import ops
 from grouped_linear.autograd.activation import MLPConfig
-from grouped_linear.autograd.projection import StoredWeight
+from grouped_linear.autograd.projection import Projection, StoredWeight
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.integrations.activations import activation_of
 from grouped_linear.integrations.converted_class import class_before
@@ -23,13 +23,12 @@ from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, ceil_div, dtype
 from grouped_linear.nn.checks import check_parameters
 from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.functional_mlp import apply_mlp
-from grouped_linear.nn.lora import LoraWeights
-from grouped_linear.nn.projection import ProjectionArguments
+from grouped_linear.nn.lora import LoraWeights, adapter_of
 from grouped_linear.quantized.frozen import STORAGES, frozen_of
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import check_weights_kept, stored_weight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from grouped_linear.recipes import QuantizedWeight, Recipe
+from grouped_linear.recipes import UNQUANTIZED, QuantizedWeight, Recipe
 
 #: The dtypes of numbers and of scales in transformers' FP8Experts. E8M0 is in float32 exact.
 FILES = {
@@ -71,11 +70,12 @@ def experts_forward(
     def bias(name: str) -> Tensor | None:
         return getattr(experts, f"{name}_bias") if experts.has_bias else None
 
-    def projection(number: int) -> ProjectionArguments:
+    def projection(number: int) -> Projection:
         name, watched = (first, second)[number], getattr(experts, "watched", None)
         w, stored = _operand(experts, name, recipe)
         of_call = recipe if watched is None else watched.recipe(recipe, number)
-        return ProjectionArguments((w,), bias(name), of_call, lora.get(name), stored)
+        adapter = adapter_of("grouped_linear", "lora", lora.get(name))
+        return Projection((w,), bias(name), of_call or UNQUANTIZED, stored, adapter=adapter)
 
     activation = activation_of(experts)
     if activation is not None:
@@ -89,7 +89,7 @@ def experts_forward(
 
     def layer(x: Tensor, number: int) -> Tensor:
         given = projection(number)
-        check_parameters("grouped_linear", bias=given.bias)
+        check_parameters("grouped_linear", bias=given.bias_EN)
         return apply_linear(x, m_splits_E, given)
 
     x_RH = GatherFunction.apply(hidden_states, *routing)
@@ -143,7 +143,7 @@ def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, St
     stored: Tensor = getattr(experts, name)
     if not experts.is_transposed:
         return stored, None
-    beside = stored_weight("grouped_linear", stored, recipe)
+    beside = stored_weight("grouped_linear", stored, recipe or UNQUANTIZED)
     if beside is None or beside.scale is None:  # a format of one's own is of [E, N, K]
         return stored.transpose(1, 2), None
     q, scale, q_t = beside

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.functional import silu
 
 from grouped_linear.autograd.activation import MLPConfig
-from grouped_linear.autograd.projection import StoredWeight
+from grouped_linear.autograd.projection import Projection, StoredWeight
 from grouped_linear.integrations.converted_class import (
     check_forward_can_change,
     convert_class,
@@ -34,11 +34,10 @@ from grouped_linear.nn.check_swiglu import Expert, check_swiglu
 from grouped_linear.nn.checks import check_mx_blocks, check_parameters, check_whole
 from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.functional_mlp import apply_mlp_sorted
-from grouped_linear.nn.projection import ProjectionArguments
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.frozen import STORAGES
 from grouped_linear.quantized.weight import KEPT, is_dtensor, keep_weight, local_part
-from grouped_linear.recipes import Recipe, new_state
+from grouped_linear.recipes import UNQUANTIZED, Recipe, new_state
 
 GPT_OSS_ALPHA = 1.702  # torchtitan has the number in its code, and swiglu_limit in the module
 
@@ -230,14 +229,14 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None) -> dict[str, Any]:
         states: Any = getattr(self, "scaling_states", None) or (None,) * len(form.weights)
         watched = getattr(self, "watched", None)
 
-        def projection(i: int, bias: Tensor | None = None) -> ProjectionArguments:
+        def projection(i: int, bias: Tensor | None = None) -> Projection:
             of_call = recipe if states[i] is None else states[i].of_call()
             of_call = of_call if watched is None else watched.recipe(of_call, i)
+            of_call = of_call or UNQUANTIZED
             frozen = self.frozen_weight(form.weights[i])
             if frozen is not None:
                 kept = frozen.each(local_part)
-                stored = StoredWeight(kept)
-                return ProjectionArguments((kept.stand_in,), bias, of_call, stored=stored)
+                return Projection((kept.stand_in,), bias, of_call, StoredWeight(kept))
             weight, state = local_part(getattr(self, form.weights[i])), states[i]
             held = None if state is None else len(state.weight.scale)
             if held is not None and len(weight) != held:
@@ -249,7 +248,7 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None) -> dict[str, Any]:
             if recipe is None or not recipe.weight.reads_any_dtype:
                 weight = weight.to(x.dtype)
             check_parameters("grouped_linear", weight=weight)
-            return ProjectionArguments((as_matrices(weight),), bias, of_call)
+            return Projection((as_matrices(weight),), bias, of_call)
 
         def layer(x: Tensor, i: int) -> Tensor:
             return apply_linear(x, m_splits_E, projection(i))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grouped_linear.autograd.low_rank import Adapter
+from grouped_linear.autograd.projection import Projection
 from grouped_linear.meta_kernels.rules import (
     ACTIVATIONS,
     FEATURE_MULTIPLE,
@@ -19,8 +21,7 @@ from grouped_linear.meta_kernels.rules import (
     MX_BLOCK,
     dtype_name,
 )
-from grouped_linear.nn.lora import MAX_RANK, LoraWeights, is_number
-from grouped_linear.nn.projection import ProjectionArguments
+from grouped_linear.nn.lora import MAX_RANK, is_number
 from grouped_linear.ops.activation import Activation
 from grouped_linear.quantized.weight import is_dtensor
 from grouped_linear.recipes import DelayedScalingState, Recipe, WeightList
@@ -187,15 +188,13 @@ def check_tensor(op: str, name: str, value: Any) -> None:
         )
 
 
-def check_lora_weights(
-    op: str, name: str, lora: Any, weight_name: str, weight: Tensor, x: Tensor
+def check_adapter(
+    op: str, name: str, adapter: Adapter | None, weight_name: str, weight: Tensor, x: Tensor
 ) -> None:
     """Raise, in the caller's words, for an adapter that does not fit a weight [E, N, K]."""
-    if lora is None:
+    if adapter is None:
         return
-    if not isinstance(lora, LoraWeights):
-        raise TypeError(f"{op}: {name} must be None or a LoraWeights, got {type(lora).__name__}")
-    a, b, scaling, dropout = lora
+    a, b, scaling, _, dropout = adapter
     named = {f"{name}.a": a, f"{name}.b": b}
     check_tensors(op, named, named.values())
     check_parameters(op, **named)
@@ -372,15 +371,13 @@ def check_row_weights(op: str, row_weights: Any, x: Tensor) -> None:
         )
 
 
-def check_mlp(
-    op: str, x_TH: Tensor, gate_up: ProjectionArguments, down: ProjectionArguments, gated: bool
-) -> None:
+def check_mlp(op: str, x_TH: Tensor, gate_up: Projection, down: Projection, gated: bool) -> None:
     """Check both projections in the caller's words."""
     projections = gate_up.weights[0], down.weights[0]
-    biases = gate_up.bias, down.bias
+    biases = gate_up.bias_EN, down.bias_EN
     gate_up_proj, down_proj = projections
     for name, given in zip(NAMES, (gate_up, down), strict=True):
-        of_bias = {f"{name}_bias": given.bias}
+        of_bias = {f"{name}_bias": given.bias_EN}
         named = {name: given.weights[0], **of_bias}
         # A weight that is stored quantized may be passed as its FP8 numbers.
         check_parameters(op, **(named if given.stored is None else of_bias))
@@ -411,4 +408,4 @@ def check_mlp(
                 f"{list(w.shape)}, got {list(bias.shape)}"
             )
     for name, short, given in zip(NAMES, ("gate_up", "down"), (gate_up, down), strict=True):
-        check_lora_weights(op, f"{short}_lora", given.lora, name, given.weights[0], x_TH)
+        check_adapter(op, f"{short}_lora", given.adapter, name, given.weights[0], x_TH)

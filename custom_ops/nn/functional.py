@@ -10,26 +10,26 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd.linear import GroupedLinearFunction, LinearCall, takes_one_op
+from grouped_linear.autograd.projection import Projection
 from grouped_linear.autograd.wgrad import Wgrad
 from grouped_linear.nn.checks import (
     as_rows,
+    check_adapter,
     check_linear,
-    check_lora_weights,
     check_parameters,
     check_recipe,
     check_state,
     check_tensor,
     splits_on,
 )
-from grouped_linear.nn.lora import LoraWeights
+from grouped_linear.nn.lora import LoraWeights, adapter_of
 from grouped_linear.nn.projection import (
-    ProjectionArguments,
     autocast,
     autocast_dtype,
-    projection_of,
+    ready,
     with_dropout,
 )
-from grouped_linear.recipes import DelayedScalingState, Recipe
+from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe
 
 
 def grouped_linear(
@@ -82,6 +82,7 @@ def grouped_linear(
     check_parameters("grouped_linear", weight=weight, bias=bias)
     if weight.dim() != 3:
         raise RuntimeError(f"grouped_linear: weight must be [E, N, K], got {list(weight.shape)}")
+    adapter = adapter_of("grouped_linear", "lora", lora)
     check_recipe("grouped_linear", recipe)
     check_state("grouped_linear", state)
     has_state = recipe is not None and recipe.has_state
@@ -92,26 +93,27 @@ def grouped_linear(
     if state is not None and not has_state:
         raise ValueError(f"grouped_linear: state needs a recipe that has one, got recipe {recipe}")
     of_call = recipe if state is None else state.of_call()
-    return apply_linear(x, m_splits, ProjectionArguments((weight,), bias, of_call, lora))
+    projection = Projection((weight,), bias, of_call or UNQUANTIZED, adapter=adapter)
+    return apply_linear(x, m_splits, projection)
 
 
 def apply_linear(
     x: Tensor,
     m_splits: Tensor | Sequence[int],
-    given: ProjectionArguments,
+    given: Projection,
     save_input: bool = False,
     defer_wgrad: Callable[[Wgrad], None] | None = None,
 ) -> Tensor:
     """Compute :func:`grouped_linear` with the options that :class:`GroupedLinear` has besides."""
-    op, weight, lora = "grouped_linear", given.weights[0], given.lora
+    op, weight, adapter = "grouped_linear", given.weights[0], given.adapter
     check_tensor(op, "x", x)
     check_tensor(op, "weight", weight)
     dtype = autocast_dtype(x.device)
     x = autocast(x, dtype)
     x_TK = as_rows(op, x)
-    check_lora_weights(op, "lora", lora, "weight", weight, x_TK)
-    projection, inputs = projection_of(op, given, dtype)
-    check_linear(x_TK, projection.weights, given.bias, m_splits, projection.recipe)
+    check_adapter(op, "lora", adapter, "weight", weight, x_TK)
+    projection, inputs = ready(op, given, dtype)
+    check_linear(x_TK, projection.weights, given.bias_EN, m_splits, projection.recipe)
     m_splits_E = splits_on(op, m_splits, x.device)
     offs_E = None
     if not takes_one_op(projection, save_input):
@@ -121,9 +123,9 @@ def apply_linear(
         # autograd run the layer's backward where nothing else requires it.
         inputs = (x.new_empty(0, requires_grad=True),)
     factors: tuple[Tensor | None, Tensor | None] = (None, None)
-    if lora is not None:
-        factors, projection = (lora.a, lora.b), with_dropout(projection, lora, x_TK)
+    if adapter is not None:
+        factors, projection = adapter[:2], with_dropout(projection, x_TK)
     sizes = m_splits_E if offs_E is None else None
     call = LinearCall(projection, torch.is_grad_enabled(), sizes, offs_E, save_input, defer_wgrad)
-    y_TN: Tensor = GroupedLinearFunction.apply(call, x_TK, given.bias, *factors, *inputs)
+    y_TN: Tensor = GroupedLinearFunction.apply(call, x_TK, given.bias_EN, *factors, *inputs)
     return y_TN if x.dim() == 2 else y_TN.reshape(*x.shape[:-1], y_TN.size(1))

@@ -30,16 +30,15 @@ from grouped_linear.nn.checks import (
     splits_on,
 )
 from grouped_linear.nn.dispatcher import TokenDispatcher
-from grouped_linear.nn.lora import LoraWeights
+from grouped_linear.nn.lora import LoraWeights, adapter_of
 from grouped_linear.nn.projection import (
-    ProjectionArguments,
     autocast,
     autocast_dtype,
-    projection_of,
+    ready,
     with_dropout,
 )
 from grouped_linear.ops.activation import PLAIN, Activation
-from grouped_linear.recipes import DelayedScalingState, Recipe
+from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe
 
 #: The factors of a projection without an adapter.
 NO_FACTORS = (None, None)
@@ -125,12 +124,14 @@ def grouped_mlp(
     """
     check_flags("grouped_mlp", save_gate_up_in_fp8=save_gate_up_in_fp8)
     recipes = _recipes_of("grouped_mlp", recipe, state)
+    gate_up = adapter_of("grouped_mlp", "gate_up_lora", gate_up_lora)
+    down = adapter_of("grouped_mlp", "down_lora", down_lora)
     return apply_mlp(
         x,
         top_k_weights,
         top_k_index,
-        ProjectionArguments((gate_up_proj,), gate_up_proj_bias, recipes[0], gate_up_lora),
-        ProjectionArguments((down_proj,), down_proj_bias, recipes[1], down_lora),
+        Projection((gate_up_proj,), gate_up_proj_bias, recipes[0], adapter=gate_up),
+        Projection((down_proj,), down_proj_bias, recipes[1], adapter=down),
         MLPConfig(activation, save_gate_up_in_fp8),
         max_rows=max_rows,
     )
@@ -183,19 +184,21 @@ def grouped_mlp_sorted(
     """
     check_flags("grouped_mlp_sorted", save_gate_up_in_fp8=save_gate_up_in_fp8)
     recipes = _recipes_of("grouped_mlp_sorted", recipe, state)
+    gate_up = adapter_of("grouped_mlp_sorted", "gate_up_lora", gate_up_lora)
+    down = adapter_of("grouped_mlp_sorted", "down_lora", down_lora)
     return apply_mlp_sorted(
         x,
         m_splits,
         row_weights,
-        ProjectionArguments((gate_up_proj,), gate_up_proj_bias, recipes[0], gate_up_lora),
-        ProjectionArguments((down_proj,), down_proj_bias, recipes[1], down_lora),
+        Projection((gate_up_proj,), gate_up_proj_bias, recipes[0], adapter=gate_up),
+        Projection((down_proj,), down_proj_bias, recipes[1], adapter=down),
         MLPConfig(activation, save_gate_up_in_fp8),
     )
 
 
 def _recipes_of(
     op: str, recipe: Recipe | None, state: tuple[DelayedScalingState, DelayedScalingState] | None
-) -> tuple[Recipe | None, Recipe | None]:
+) -> tuple[Recipe, Recipe]:
     """The recipes of both layers in a call without a module."""
     check_recipe(op, recipe)
     if (state is not None) != (recipe is not None and recipe.has_state):
@@ -204,7 +207,7 @@ def _recipes_of(
             f"None under another, got recipe {recipe} and state {state}"
         )
     if state is None:
-        return recipe, recipe
+        return recipe or UNQUANTIZED, recipe or UNQUANTIZED
     if not isinstance(state, tuple | list) or len(state) != 2:
         raise ValueError(
             f"{op}: state must be two, of gate_up_proj and of down_proj, got {state!r}"
@@ -217,8 +220,8 @@ def apply_mlp(
     x: Tensor,
     top_k_weights: Tensor,
     top_k_index: Tensor,
-    gate_up: ProjectionArguments,
-    down: ProjectionArguments,
+    gate_up: Projection,
+    down: Projection,
     config: MLPConfig,
     *,
     max_rows: int | None = None,
@@ -266,8 +269,8 @@ def apply_mlp_sorted(
     x: Tensor,
     m_splits: Tensor | Sequence[int],
     row_weights: Tensor | None,
-    gate_up: ProjectionArguments,
-    down: ProjectionArguments,
+    gate_up: Projection,
+    down: Projection,
     config: MLPConfig,
 ) -> Tensor:
     """Compute :func:`grouped_mlp_sorted`; arguments are those of :func:`apply_mlp`."""
@@ -297,13 +300,13 @@ _Projections = tuple[tuple[Projection, Tensor], tuple[Projection, Tensor]]
 def _projections(
     op: str,
     x_TH: Tensor,
-    gate_up: ProjectionArguments,
-    down: ProjectionArguments,
+    gate_up: Projection,
+    down: Projection,
     dtype: torch.dtype | None,
 ) -> _Projections:
-    (first, (gate_up_input,)) = projection_of(op, gate_up, dtype)
+    (first, (gate_up_input,)) = ready(op, gate_up, dtype)
     check_dtypes(op, x_TH, NAMES[0], first.weights[0], first.recipe)
-    (second, (down_input,)) = projection_of(op, down, dtype)
+    (second, (down_input,)) = ready(op, down, dtype)
     check_dtypes(op, x_TH, NAMES[1], second.weights[0], second.recipe)
     return (first, gate_up_input), (second, down_input)
 
@@ -312,32 +315,32 @@ def _apply(
     x_TH: Tensor,
     weights: Tensor | None,
     rows: ChosenRows | SortedRows,
-    gate_up: ProjectionArguments,
-    down: ProjectionArguments,
+    gate_up: Projection,
+    down: Projection,
     config: MLPConfig,
     projections: _Projections,
     arriving: Arriving | None = None,
 ) -> Tensor:
     """Draw the adapters' dropout, and compute the layer of tokens or of sorted rows."""
     (first, gate_up_input), (second, down_input) = projections
-    if down.lora is not None:
+    if down.adapter is not None:
         num_rows = x_TH.size(0) if rows.token is None else rows.token.size(0)
-        second = with_dropout(second, down.lora, x_TH.new_empty(num_rows, second.in_features))
-    if gate_up.lora is not None:
+        second = with_dropout(second, x_TH.new_empty(num_rows, second.in_features))
+    if gate_up.adapter is not None:
         like = x_TH
         if arriving is not None:
             like = x_TH.new_empty(arriving.weight_SC.size(0), first.in_features)
-        first = with_dropout(first, gate_up.lora, like)
+        first = with_dropout(first, like)
     call = MLPCall(first, second, config, rows, torch.is_grad_enabled(), arriving)
     y: Tensor = GroupedMLPFunction.apply(
         call,
         x_TH,
         weights,
         gate_up_input,
-        gate_up.bias,
-        *(gate_up.lora or NO_FACTORS)[:2],
+        gate_up.bias_EN,
+        *(gate_up.adapter or NO_FACTORS)[:2],
         down_input,
-        down.bias,
-        *(down.lora or NO_FACTORS)[:2],
+        down.bias_EN,
+        *(down.adapter or NO_FACTORS)[:2],
     )
     return y

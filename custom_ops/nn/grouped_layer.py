@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.autograd.projection import StoredWeight
+from grouped_linear.autograd.low_rank import Adapter
+from grouped_linear.autograd.projection import Projection, StoredWeight
 from grouped_linear.nn.checks import check_options
 from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_grad_of
-from grouped_linear.nn.lora import Lora, LoraWeights
-from grouped_linear.nn.projection import ProjectionArguments
+from grouped_linear.nn.lora import Lora
 from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen
 from grouped_linear.quantized.weight import Weights, check_weights_kept, keep_weight
 from grouped_linear.quantized.weight_cache import WeightCache
-from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
+from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe, new_state
 
 
 class GroupedLayer(KeepsFrozen):
@@ -84,7 +84,7 @@ class GroupedLayer(KeepsFrozen):
         bias: Tensor | None,
         first: Tensor | bool | None,
         number: int = 0,
-    ) -> ProjectionArguments:
+    ) -> Projection:
         """The projection of a weight in one call.
 
         Args:
@@ -109,7 +109,8 @@ class GroupedLayer(KeepsFrozen):
         )
         if self.watched is not None:
             recipe = self.watched.recipe(recipe, number)
-        return ProjectionArguments(tensors, bias, recipe, self._adapter(name), stored, main_grad)
+        recipe, adapter = recipe or UNQUANTIZED, self._adapter(name)
+        return Projection(tensors, bias, recipe, stored, main_grad, adapter)
 
     # --- adapters --------------------------------------------------------------------------------
 
@@ -138,13 +139,13 @@ class GroupedLayer(KeepsFrozen):
             nn.init.uniform_(a, -bound, bound)
             nn.init.zeros_(b)
 
-    def _adapter(self, name: str) -> LoraWeights | None:
+    def _adapter(self, name: str) -> Adapter | None:
         """The adapter of a weight in this call."""
         lora = self._adapters.get(name)
         if lora is None:
             return None
         a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
-        return LoraWeights(a, b, lora.scaling, lora.dropout if self.training else 0.0)
+        return Adapter(a, b, lora.scaling, dropout=lora.dropout if self.training else 0.0)
 
     @torch.no_grad()
     def merge_lora(self) -> None:

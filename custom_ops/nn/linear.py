@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from grouped_linear.autograd.projection import Projection
 from grouped_linear.nn.checks import (
     check_features,
     check_flags,
@@ -22,7 +23,6 @@ from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.gradient_accumulation import read_flag
 from grouped_linear.nn.grouped_layer import GroupedLayer
 from grouped_linear.nn.lora import Lora, check_lora
-from grouped_linear.nn.projection import ProjectionArguments
 from grouped_linear.quantized.weight import Weights, is_dtensor
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe
@@ -229,7 +229,7 @@ class GroupedLinear(GroupedLayer):
         weights: Mapping[str, Any],
         bias: Tensor | None,
         is_first_microbatch: Tensor | bool | None,
-    ) -> ProjectionArguments:
+    ) -> Projection:
         """The projection in a call, of the weights by name and the bias that a subclass chooses."""
         stores_weight = self.weight_cache is not None or self.weights is not None
         first = read_flag("GroupedLinear", is_first_microbatch, x, self._recipe, stores_weight)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grouped_linear.autograd.low_rank import Adapter
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.recipes.format import check_flags
 
@@ -86,6 +87,15 @@ class Lora:
         """What the adapter's product is multiplied by."""
         alpha = self.rank if self.alpha is None else self.alpha
         return alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def adapter_of(op: str, name: str, lora: Any) -> Adapter | None:
+    """The adapter of one projection; TypeError for an argument that is no LoraWeights."""
+    if lora is None:
+        return None
+    if not isinstance(lora, LoraWeights):
+        raise TypeError(f"{op}: {name} must be None or a LoraWeights, got {type(lora).__name__}")
+    return Adapter(lora.a, lora.b, lora.scaling, dropout=lora.dropout)
 
 
 def is_number(value: Any) -> bool:

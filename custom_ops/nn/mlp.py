@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.autograd.activation import MLPConfig
+from grouped_linear.autograd.projection import Projection
 from grouped_linear.nn.checks import (
     check_activation,
     check_features,
@@ -24,7 +25,7 @@ from grouped_linear.nn.functional_mlp import apply_mlp, apply_mlp_sorted
 from grouped_linear.nn.gradient_accumulation import read_flag
 from grouped_linear.nn.grouped_layer import GroupedLayer
 from grouped_linear.nn.lora import Lora, check_lora
-from grouped_linear.nn.projection import ProjectionArguments
+from grouped_linear.nn.projection import local
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.quantized.weight import Weights
 from grouped_linear.quantized.weight_cache import WeightCache
@@ -277,7 +278,7 @@ class GroupedMLP(GroupedLayer):
 
     def _projections(
         self, x: Tensor, is_first_microbatch: Tensor | bool | None
-    ) -> tuple[ProjectionArguments, ProjectionArguments]:
+    ) -> tuple[Projection, Projection]:
         """Those of gate_up_proj and of down_proj in a call."""
         stores_weight = self.gate_up_proj_cache is not None or self.weights is not None
         first = read_flag("GroupedMLP", is_first_microbatch, x, self._recipe, stores_weight)
@@ -286,7 +287,7 @@ class GroupedMLP(GroupedLayer):
         weight, bias = {"down_proj": self.down_proj}, self.down_proj_bias
         down = self._arguments("GroupedMLP", "down_proj", weight, bias, first, 1)
         if self.dispatcher is not None:
-            gate_up, down = gate_up.local(), down.local()
+            gate_up, down = local(gate_up), local(down)
         return gate_up, down
 
     def extra_repr(self) -> str:

@@ -3,44 +3,27 @@
 T rows, E groups (experts), K in_features, N out_features.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
 from grouped_linear.autograd.low_rank import Adapter
 from grouped_linear.autograd.projection import Projection, StoredWeight
-from grouped_linear.autograd.wgrad import MainGrad
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
-from grouped_linear.nn.lora import LoraWeights
 from grouped_linear.quantized.weight import KEPT, local_part, stored_weight
-from grouped_linear.recipes import UNQUANTIZED, Recipe, WeightList
+from grouped_linear.recipes import Recipe, WeightList
 
 
-class ProjectionArguments(NamedTuple):
-    """A projection as a layer's function takes it, before the call is checked."""
-
-    weights: WeightList
-    """One [E, N, K], or E of [N, K], which have no adapter."""
-    bias: Tensor | None = None
-    recipe: Recipe | None = None
-    """Whose formats have the state of delayed scaling and count where the layer is watched."""
-    lora: LoraWeights | None = None
-    stored: StoredWeight | None = None
-    """The quantized weight to read: a frozen one or a cache. One beside a master is found."""
-    main_grad: MainGrad | None = None
-
-    def local(self) -> "ProjectionArguments":
-        """The part that is of the experts of this process."""
-        lora = self.lora
-        if lora is not None:
-            lora = lora._replace(a=local_part(lora.a), b=local_part(lora.b))
-        weights, stored = tuple(map(local_part, self.weights)), self.stored
-        if stored is not None:
-            stored = StoredWeight(stored.weight.each(local_part), stored.refresh)
-        bias = local_part(self.bias)
-        return self._replace(weights=weights, bias=bias, lora=lora, stored=stored)
+def local(given: Projection) -> Projection:
+    """The part of a projection that is of the experts of this process."""
+    weights, bias_EN, recipe, stored, main_grad, adapter = given
+    if adapter is not None:
+        a, b, scaling, mask, p = adapter
+        adapter = Adapter(local_part(a), local_part(b), scaling, mask, p)
+    if stored is not None:
+        stored = StoredWeight(stored.weight.each(local_part), stored.refresh)
+    weights = tuple(map(local_part, weights))
+    return Projection(weights, local_part(bias_EN), recipe, stored, main_grad, adapter)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -64,24 +47,22 @@ def _autocast_weights(weights: WeightList, recipe: Recipe, dtype: torch.dtype) -
     return tuple(w.to(dtype) for w in weights)
 
 
-def projection_of(
-    op: str, given: ProjectionArguments, dtype: torch.dtype | None
-) -> tuple[Projection, WeightList]:
-    """A projection in one call, and the weights to differentiate; dtype is autocast's."""
-    weights, bias_EN, recipe, lora, stored, main_grad = given
+def ready(op: str, given: Projection, dtype: torch.dtype | None) -> tuple[Projection, WeightList]:
+    """A projection as it is multiplied, and the weights to differentiate; dtype is autocast's."""
+    weights, bias_EN, recipe, stored, main_grad, adapter = given
     if stored is None and isinstance(weights[0], KEPT):
         quantized = stored_weight(op, weights[0], recipe)
         stored = None if quantized is None else StoredWeight(quantized)
-    recipe = UNQUANTIZED if recipe is None else recipe
     cast = weights if dtype is None else _autocast_weights(weights, recipe, dtype)
-    adapter = None if lora is None else Adapter(lora.a, lora.b, lora.scaling)
-    projection = Projection(cast, bias_EN, recipe, stored, main_grad, adapter)
-    return projection, cast if main_grad is None else weights
+    if cast is not weights or stored is not given.stored:
+        given = Projection(cast, bias_EN, recipe, stored, main_grad, adapter)
+    return given, cast if main_grad is None else weights
 
 
-def with_dropout(projection: Projection, lora: LoraWeights, x: Tensor) -> Projection:
+def with_dropout(projection: Projection, x: Tensor) -> Projection:
     """The projection, whose adapter's input, like x, dropout zeroes in part."""
-    if lora.dropout == 0 or projection.adapter is None:
+    adapter = projection.adapter
+    if adapter is None or adapter.dropout == 0:
         return projection
-    mask = dropout(torch.ones_like(x), lora.dropout)
-    return projection._replace(adapter=projection.adapter._replace(mask=mask))
+    mask = dropout(torch.ones_like(x), adapter.dropout)
+    return projection._replace(adapter=adapter._replace(mask=mask))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from grouped_linear.recipes import QuantizedWeight, Recipe
+from grouped_linear.recipes import UNQUANTIZED, QuantizedWeight, Recipe
 
 #: How a layer keeps its weights: plain (None), in high precision and FP8, or frozen in few bits.
 Weights = Literal["both", "fp8", "mxfp4"] | None
@@ -70,7 +70,7 @@ def keep_weight(w: Tensor, weights: Weights, recipe: Recipe | None) -> Tensor:
     return GroupedTensorWithMaster.quantize(w, recipe) if weights == "both" else w
 
 
-def stored_weight(op: str, w: Any, recipe: Recipe | None) -> QuantizedWeight | None:
+def stored_weight(op: str, w: Any, recipe: Recipe) -> QuantizedWeight | None:
     """The parts of a quantized weight that GEMMs read; None for a weight that a call quantizes.
 
     A call quantizes a weight with its master where the recipe's format is another than the
@@ -85,11 +85,11 @@ def stored_weight(op: str, w: Any, recipe: Recipe | None) -> QuantizedWeight | N
         )
     if isinstance(w, GroupedTensorWithMaster):
         # A view, as of a weight that is stored transposed, has no parts of its own.
-        same = recipe is not None and recipe.weight.compared == w.format_options
+        same = recipe.weight.compared == w.format_options
         return w.quantized_weight() if same and w.is_whole else None
-    if recipe is None or not recipe.weight.reads_scales_of(w.scaling):
-        name = type(w.recipe).__name__
-        raise ValueError(f"{op}: a quantized weight needs the recipe {name}, got {recipe!r}")
+    if not recipe.weight.reads_scales_of(w.scaling):
+        name, got = type(w.recipe).__name__, None if recipe is UNQUANTIZED else recipe
+        raise ValueError(f"{op}: a quantized weight needs the recipe {name}, got {got!r}")
     return w.quantized_weight()
 
 
