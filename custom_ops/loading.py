@@ -1,6 +1,8 @@
 """Load ``_C.so``, which registers the ops of the namespace ``grouped_linear`` with torch."""
 
+import importlib
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -23,6 +25,14 @@ def library_path() -> Path:
     raise ImportError(
         "grouped_linear: _C.so is missing, build it with `pip install --no-build-isolation -e .`"
     )
+
+
+def host_module() -> ModuleType | None:
+    """The optional module ``_host``, or None where it was not built."""
+    try:
+        return importlib.import_module("grouped_linear._host")
+    except ImportError:
+        return None
 
 
 _found = tuple(int(part) for part in torch.__version__.split(".")[:2])

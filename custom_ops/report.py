@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from grouped_linear import __version__, ops
-from grouped_linear.loading import library_path
+from grouped_linear.loading import host_module, library_path
 
 E, K, N, ROWS = 2, 32, 16, 8  # small; the second group is partly filled
 
@@ -118,14 +118,6 @@ def path_of(family: Family, device: torch.device, host: ModuleType | None) -> st
     if "grouped_linear" not in kernels:
         return "runs; torch's profiler does not see which kernels"
     return ", ".join(sorted(set(re.findall(r"cuda::(sm\d+|simt)::", kernels)))) or "CUDA"
-
-
-def host_module() -> ModuleType | None:
-    """The optional module ``_host``, or None where it was not built."""
-    try:
-        return importlib.import_module("grouped_linear._host")
-    except ImportError:
-        return None
 
 
 def built(host: ModuleType | None) -> str:

@@ -127,7 +127,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             saved_x = x_TK if save_input and needs.weight else x.columnwise
             fields = offs_E, saved_x, x.columnwise_scale, x_TK if needs.a else None
             Saved.save(ctx, fields, projection.keep(w, needs, need_x, term), recipe)
-        return projection.fprop(x, w, offs_E, x_TK.dtype, low_rank=term).compute()
+        return projection.fprop(x, w, offs_E, x_TK.dtype, term).compute()
 
     @staticmethod
     @strictly_once_differentiable
@@ -149,7 +149,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             da_ErK, db_ENr, term = adapter.grads(*of_adapter, need_x)
         if need_x:
             term, beside = projection.split(term)
-            dx_TK = projection.dgrad(dy, kept, offs_E, dy_TN.dtype, low_rank=term).compute()
+            dx_TK = projection.dgrad(dy, kept, offs_E, dy_TN.dtype, term).compute()
             if beside is not None:
                 dx_TK = dx_TK + adapter.input(beside.product(offs_E))
         if needs.weight:

@@ -194,7 +194,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         if adapter is not None and h_RF is not None:
             down_term = adapter.forward_term(adapter.input(h_RF), offs_E)
         del h_RF
-        y_RH = down.fprop(h, down_w, offs_E, dtype, low_rank=down_term).compute()
+        y_RH = down.fprop(h, down_w, offs_E, dtype, down_term).compute()
 
         if needs.dh or any(needs.down):
             ctx.bias_dtypes = [None if b is None else b.dtype for b in (tensors[3], tensors[7])]
@@ -296,7 +296,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         del d_gate_up_RG
         if needs.x:
             term, beside = gate_up.split(term)
-            dgrad = gate_up.dgrad(d_gate_up, saved.gate_up, offs_E, dtype, low_rank=term)
+            dgrad = gate_up.dgrad(d_gate_up, saved.gate_up, offs_E, dtype, term)
             dx_TH = rows.combine(dgrad.compute(), None)
             del dgrad
             if beside is not None:

@@ -134,7 +134,7 @@ class Projection(NamedTuple):
         w: Operands,
         offs_E: Tensor,
         dtype: torch.dtype,
-        low_rank: LowRankTerm | None = None,
+        low_rank: LowRankTerm | None,
     ) -> Gemm:
         """``x[t] @ weight[e].T + bias[e]`` of rowwise x, in x's dtype."""
         bias_EN = None if self.bias_EN is None else self.bias_EN.to(dtype)
@@ -148,7 +148,7 @@ class Projection(NamedTuple):
         kept: Kept,
         offs_E: Tensor,
         dtype: torch.dtype,
-        low_rank: LowRankTerm | None = None,
+        low_rank: LowRankTerm | None,
     ) -> Gemm:
         """``dy[t] @ weight[e]`` of rowwise dy."""
         columnwise, scale = kept[:2]

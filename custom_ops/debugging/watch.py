@@ -12,13 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grouped_linear.debugging.statistics import (
-    READ_COLUMNS,
-    Load,
-    Statistics,
-    statistics_of_layer,
-)
-from grouped_linear.integrations.experts import Experts, experts_of
+from grouped_linear.debugging.statistics import READ_COLUMNS, Load, Statistics, statistics_of_layer
+from grouped_linear.integrations.experts import experts_of
 from grouped_linear.integrations.grouped_experts import as_matrices
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.watch import MAXIMA
@@ -74,12 +69,18 @@ class Watch:
         _watching.add(self)
         for module, experts in zip(self._modules.values(), watched.values(), strict=True):
             if getattr(module, "watched", None) is None:
+                recipes = [experts.recipe]  # those of all its calls
+                for state in module.modules():
+                    if isinstance(state, DelayedScalingState):
+                        recipes += state.recipes
                 device = next(module.parameters()).device
-                module.watched = _watched_layer(module, experts, device)
+                sizes = experts.weights, experts.num_experts
+                module.watched = WatchedLayer(*sizes, device, recipes)
             module.watched.rows = rows
         self.layers: dict[str, WatchedLayer] = {n: m.watched for n, m in self._modules.items()}
         self._before: dict[str, Tensor] = {}
-        self._look_at_weights()
+        for name in self.layers:
+            list(self._moved(name, True))  # looks at the weights
         for layer in self.layers.values():
             layer.reset()
         self.switch(True)
@@ -196,11 +197,6 @@ class Watch:
                 read[i, ROLES.index("weight"), :, -2:] = moved
         return read
 
-    def _look_at_weights(self) -> None:
-        for name in self.layers:
-            for _ in self._moved(name, True):
-                pass
-
     def _moved(self, name: str, remember: bool) -> Any:
         """For each weight [E, 2]: numbers that differ from those remembered, and all; or None."""
         module = self._modules[name]
@@ -256,15 +252,6 @@ def watch(
     128
     """
     return Watch(model, every, rows, to)
-
-
-def _watched_layer(module: Any, experts: Experts, device: torch.device) -> WatchedLayer:
-    """What counts a module's calls, with the recipes of all of them."""
-    recipes = [experts.recipe]
-    for state in module.modules():
-        if isinstance(state, DelayedScalingState):
-            recipes += state.recipes
-    return WatchedLayer(experts.weights, experts.num_experts, device, recipes)
 
 
 def _is_writer(to: Any) -> bool:

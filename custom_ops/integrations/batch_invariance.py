@@ -1,6 +1,5 @@
 """Whether a token's bits depend on that token alone: a promise of most recipes, and its check."""
 
-import importlib
 from typing import Any
 
 from torch import nn
@@ -8,6 +7,7 @@ from torch import nn
 from grouped_linear.integrations.converted_class import class_before
 from grouped_linear.integrations.experts import experts_of
 from grouped_linear.integrations.wrappers import adapted
+from grouped_linear.loading import host_module
 from grouped_linear.recipes import Recipe
 
 
@@ -63,13 +63,7 @@ def _reason(layer: Any, recipe: Recipe | None, has_adapters: bool) -> str | None
     has_adapters = has_adapters or any("lora_" in name for name, _ in layer.named_parameters())
     if not in_blocks or has_adapters:
         return "torch multiplies on a CPU, and its sums follow the number of rows"
-    if not _has_bf16_units():
+    host = host_module()
+    if host is None or not host.has_bf16_units():
         return "this CPU has no AVX-512 BF16, so torch multiplies, and its sums follow the rows"
     return None
-
-
-def _has_bf16_units() -> bool:
-    try:
-        return bool(importlib.import_module("grouped_linear._host").has_bf16_units())
-    except ImportError:  # the module is optional
-        return False

@@ -12,11 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from grouped_linear.integrations.converted_class import class_before, convert_class
-from grouped_linear.integrations.grouped_experts import (
-    GroupedForm,
-    form_of,
-    grouped_members,
-)
+from grouped_linear.integrations.grouped_experts import GroupedForm, form_of, grouped_members
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.quantized.weight import local_part
@@ -72,6 +68,7 @@ def _layer(module: Any) -> Experts | None:
             E = local_part(module.down_proj).size(0)
     else:
         E = module.num_experts
+    others = {"weights": None, "fuse_wgrad_accumulation": False}
     return Experts(
         module,
         "grouped_linear",
@@ -81,23 +78,15 @@ def _layer(module: Any) -> Experts | None:
         "x",
         True,
         module.recipe,
-        partial(_layer_by, module),
+        lambda recipe: vars(module).update(others, _recipe=recipe),
     )
-
-
-def _layer_by(layer: Any, recipe: Recipe | None) -> None:
-    vars(layer).update({"_recipe": recipe, "weights": None, "fuse_wgrad_accumulation": False})
 
 
 def _of_transformers(module: Any) -> Experts | None:
     """Experts that go through transformers' interface, which is imported for them alone."""
     if not goes_through_interface(module):
         return None
-    from grouped_linear.integrations.experts_forward import (
-        recipe_of,
-        set_own_recipe,
-        weight_names,
-    )
+    from grouped_linear.integrations.experts_forward import recipe_of, set_own_recipe, weight_names
     from grouped_linear.integrations.implementation import Implementation
 
     ours = Implementation.of(module.config._experts_implementation)

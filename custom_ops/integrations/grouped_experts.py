@@ -17,10 +17,7 @@ from torch.nn.functional import silu
 
 from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.autograd.projection import Projection, StoredWeight
-from grouped_linear.integrations.converted_class import (
-    check_forward_can_change,
-    convert_class,
-)
+from grouped_linear.integrations.converted_class import check_forward_can_change, convert_class
 from grouped_linear.integrations.request import (
     Changes,
     Request,

@@ -7,6 +7,7 @@ R rows, E experts, H features of a token, F features inside an expert.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -74,21 +75,12 @@ def _random_like(expert: Expert, F: int, H: int) -> Expert:
     )
 
 
-Rounding = Callable[[Tensor], Tensor]
-
-
-def _exact(t: Tensor) -> Tensor:
-    return t.float()
-
-
-def _rounding_to(bits: int) -> Rounding:
-    """Round to this many significant bits, whatever the exponent."""
-
-    def rounded(t: Tensor) -> Tensor:
-        fraction, exponent = t.float().frexp()
-        return fraction.ldexp(t.new_tensor(bits)).round().ldexp(exponent - bits)
-
-    return rounded
+def _rounded(t: Tensor, bits: int | None) -> Tensor:
+    """In float32, to this many significant bits whatever the exponent is; None for all."""
+    if bits is None:
+        return t.float()
+    fraction, exponent = t.float().frexp()
+    return fraction.ldexp(t.new_tensor(bits)).round().ldexp(exponent - bits)
 
 
 def _rows(expert: Expert) -> Tensor:
@@ -100,23 +92,23 @@ def _rows(expert: Expert) -> Tensor:
     return (x_RH * magnitude_R[:, None] / spread).to(x_RH.dtype)
 
 
-def _linear(
-    x_RK: Tensor, w_NK: Tensor, bias_N: Tensor | None, rounded: Rounding = _exact
-) -> Tensor:
-    bias_N = None if bias_N is None else rounded(bias_N)
-    return rounded(nn.functional.linear(rounded(x_RK), rounded(w_NK), bias_N))
+def _linear(x_RK: Tensor, w_NK: Tensor, bias_N: Tensor | None, bits: int | None = None) -> Tensor:
+    bias_N = None if bias_N is None else _rounded(bias_N, bits)
+    y_RN = nn.functional.linear(_rounded(x_RK, bits), _rounded(w_NK, bits), bias_N)
+    return _rounded(y_RN, bits)
 
 
-def _swiglu(x_RH: Tensor, expert: Expert, activation: SwiGLU, rounded: Rounding = _exact) -> Tensor:
+def _swiglu(x_RH: Tensor, expert: Expert, activation: SwiGLU, bits: int | None = None) -> Tensor:
     """SwiGLU in float32, with each operand and result rounded."""
-    gate = _linear(x_RH, expert.gate, expert.gate_bias, rounded)
-    up = _linear(x_RH, expert.up, expert.up_bias, rounded)
+    rounded = partial(_rounded, bits=bits)
+    gate = _linear(x_RH, expert.gate, expert.gate_bias, bits)
+    up = _linear(x_RH, expert.up, expert.up_bias, bits)
     if activation.limit is not None:
         gate = gate.clamp(max=activation.limit)
         up = up.clamp(-activation.limit, activation.limit)
     x = rounded(activation.alpha * (gate + activation.cubic * gate**3))
     h = rounded(rounded(gate * rounded(x.sigmoid())) * rounded(up + activation.beta))
-    return _linear(h, expert.down, expert.down_bias, rounded)
+    return _linear(h, expert.down, expert.down_bias, bits)
 
 
 def _outputs(
@@ -161,18 +153,20 @@ def check_swiglu(
     """
     experts, x_ERH, actual = _outputs(where, module, run, experts)
     in_bfloat16 = in_bfloat16 or experts[0].gate.dtype == torch.bfloat16
-    rounded = _rounding_to(8 if in_bfloat16 else 11)  # float32 GEMMs may be in TF32
+    bits = 8 if in_bfloat16 else 11  # float32 GEMMs may be in TF32
     most_off, most_explained, worst = 0.0, 0.0, 0.0
     for x_RH, y_RH, expert in zip(x_ERH, actual, experts, strict=True):
         expected = _swiglu(x_RH, expert, activation)
         off = _relative(y_RH, expected)
-        explained = _relative(_swiglu(x_RH, expert, activation, rounded), expected)
+        explained = _relative(_swiglu(x_RH, expert, activation, bits), expected)
         excess, i = (off / explained).nan_to_num(torch.inf, torch.inf).max(dim=0)
         if not excess < worst:
             worst, most_off, most_explained = (float(t) for t in (excess, off[i], explained[i]))
     if not worst < ROUNDINGS:
+        plain = activation in (PLAIN, SwiGLU(interleaved=True))
+        formula = "down(silu(gate(x)) * up(x))" if plain else f"down of {activation}"
         raise ValueError(
-            f"{where}: experts do not compute {_formula(activation)}: they are {most_off:.2%} off, "
+            f"{where}: experts do not compute {formula}: they are {most_off:.2%} off, "
             f"and rounding explains {most_explained:.2%}"
         )
 
@@ -181,8 +175,3 @@ def _relative(y_RH: Tensor, expected_RH: Tensor) -> Tensor:
     """The error of the rows of each magnitude beside their norm."""
     error_M = (y_RH - expected_RH).view(MAGNITUDES, -1).norm(dim=1)
     return error_M / expected_RH.view(MAGNITUDES, -1).norm(dim=1)
-
-
-def _formula(activation: SwiGLU) -> str:
-    plain = activation == PLAIN or activation == SwiGLU(interleaved=True)
-    return "down(silu(gate(x)) * up(x))" if plain else f"down of {activation}"

@@ -23,12 +23,7 @@ from grouped_linear.nn.checks import (
     splits_on,
 )
 from grouped_linear.nn.lora import LoraWeights, adapter_of
-from grouped_linear.nn.projection import (
-    autocast,
-    autocast_dtype,
-    ready,
-    with_dropout,
-)
+from grouped_linear.nn.projection import autocast, autocast_dtype, ready, with_dropout
 from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe
 
 

@@ -11,7 +11,7 @@ from grouped_linear.autograd.low_rank import Adapter
 from grouped_linear.autograd.projection import Projection, StoredWeight
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.quantized.weight import KEPT, local_part, stored_weight
-from grouped_linear.recipes import Recipe, WeightList
+from grouped_linear.recipes import WeightList
 
 
 def local(given: Projection) -> Projection:
@@ -39,21 +39,16 @@ def autocast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x if dtype is None or x.dtype not in ACTIVATIONS else x.to(dtype)
 
 
-def _autocast_weights(weights: WeightList, recipe: Recipe, dtype: torch.dtype) -> WeightList:
-    """Cast weights to autocast's dtype, unless the recipe's quantizer reads any dtype."""
-    w = weights[0]
-    if recipe.weight.reads_any_dtype or w.dtype not in ACTIVATIONS or w.dtype == dtype:
-        return weights
-    return tuple(w.to(dtype) for w in weights)
-
-
 def ready(op: str, given: Projection, dtype: torch.dtype | None) -> tuple[Projection, WeightList]:
     """A projection as it is multiplied, and the weights to differentiate; dtype is autocast's."""
     weights, bias_EN, recipe, stored, main_grad, adapter = given
     if stored is None and isinstance(weights[0], KEPT):
         quantized = stored_weight(op, weights[0], recipe)
         stored = None if quantized is None else StoredWeight(quantized)
-    cast = weights if dtype is None else _autocast_weights(weights, recipe, dtype)
+    cast = weights
+    if dtype is not None and not recipe.weight.reads_any_dtype:  # its GEMM takes one dtype
+        is_other = weights[0].dtype in ACTIVATIONS and weights[0].dtype != dtype
+        cast = tuple(w.to(dtype) for w in weights) if is_other else weights
     if cast is not weights or stored is not given.stored:
         given = Projection(cast, bias_EN, recipe, stored, main_grad, adapter)
     return given, cast if main_grad is None else weights

@@ -58,12 +58,7 @@ from grouped_linear.ops.layer import (
     block_scaled_linear,
     block_scaled_linear_grad,
 )
-from grouped_linear.ops.mxfp4 import (
-    Mxfp4Weight,
-    dequantize_mxfp4,
-    grouped_mm_mxfp4,
-    quantize_mxfp4,
-)
+from grouped_linear.ops.mxfp4 import Mxfp4Weight, dequantize_mxfp4, grouped_mm_mxfp4, quantize_mxfp4
 from grouped_linear.ops.optimizer import adam_weight_
 from grouped_linear.ops.quantize import (
     GroupQuantized,

@@ -34,18 +34,8 @@ from grouped_linear.meta_kernels.rules import (
     ceil_div,
     dtype_name,
 )
-from grouped_linear.quantized.state_dict import (
-    SCALE,
-    as_master,
-    for_state_dict,
-    sent_as_bytes,
-)
-from grouped_linear.quantized.weight import (
-    distributed_like,
-    is_by_experts,
-    is_dtensor,
-    local_part,
-)
+from grouped_linear.quantized.state_dict import SCALE, as_master, for_state_dict, sent_as_bytes
+from grouped_linear.quantized.weight import distributed_like, is_by_experts, is_dtensor, local_part
 from grouped_linear.recipes import QuantizedWeight, Recipe
 
 Parts = tuple[Tensor, Tensor]

@@ -14,13 +14,7 @@ from grouped_linear.recipes.delayed import (
     update_scales,
 )
 from grouped_linear.recipes.fake_quantize import fake_quantize
-from grouped_linear.recipes.format import (
-    Format,
-    Layouts,
-    Operands,
-    Values,
-    WeightList,
-)
+from grouped_linear.recipes.format import Format, Layouts, Operands, Values, WeightList
 from grouped_linear.recipes.mx import MXFP8BlockScaling
 from grouped_linear.recipes.quantize import (
     Gathered,

@@ -143,7 +143,8 @@ class Rounded:
             return None if made.rowwise is None else made.rowwise.to(t.dtype)
         if self.rounds_to.in_blocks:
             return ops.group_dequantize(made.rowwise, made.rowwise_scale, offs_E, t.dtype)
-        return _of_groups(made.rowwise, made.rowwise_scale, offs_E).to(t.dtype)
+        scale_T = made.rowwise_scale[_group_of_rows(t.size(0), offs_E)]
+        return (made.rowwise.float() * scale_T[:, None]).to(t.dtype)
 
     def _columnwise(self, made: Any, offs_E: Tensor, t: Tensor) -> Tensor | None:
         if made.columnwise is None or made.columnwise_scale is None:
@@ -162,10 +163,6 @@ def _times_scales(q_ENK: Tensor, scale: Tensor) -> Tensor:
     # Not repeat_interleave: compiled for a CPU by torch 2.13 it gives garbage where it is cut off.
     row, column = (torch.arange(n, device=scale.device) // 128 for n in q_ENK.shape[1:])
     return q_ENK.float() * scale[:, row][:, :, column]
-
-
-def _of_groups(q_TK: Tensor, scale_E: Tensor, offs_E: Tensor) -> Tensor:
-    return q_TK.float() * scale_E[_group_of_rows(q_TK.size(0), offs_E), None]
 
 
 def _group_of_rows(T: int, offs_E: Tensor) -> Tensor:

@@ -265,6 +265,11 @@ class Format:
         return self.scaling is not None
 
     @property
+    def is_as_it_is(self) -> bool:
+        """Whether the tensor stays what it is."""
+        return self.scaling is None and self.dtype is None and self.quantize is None
+
+    @property
     def in_blocks(self) -> bool:
         """Whether each block of numbers has a scale."""
         return self.scaling == "block"

@@ -166,9 +166,11 @@ def _in_scaled_format(t: Tensor, format: Format, offs_E: Tensor, layouts: Layout
     dtype = format.dtype
     assert dtype is not None
     if format.scaling == "delayed":
-        scale, amax = _state_of(format, layouts)
+        state = format.state
+        assert state is not None
+        amax = state.amax if format.records and not layouts.again else None
         return with_shared_scale(
-            *ops.group_quantize_delayed(t, offs_E, scale, amax, dtype, **outputs)
+            *ops.group_quantize_delayed(t, offs_E, state.scale, amax, dtype, **outputs)
         )
     return with_shared_scale(
         *ops.group_quantize_current(
@@ -190,8 +192,12 @@ def _of_tokens(
     if not layouts.rowwise:
         if not layouts.columnwise or layouts.bias_grad or columns > GATHERING_WGRAD_ALONE:
             return None
-        t = _unscaled_tokens(source.tokens_TH, format)
-        return None if t is None else Operands(None, columnwise=t, columnwise_rows=rows_R)
+        t = source.tokens_TH
+        if format.wgrad_dtype is not None:
+            t = t.to(format.wgrad_dtype)
+        elif not format.is_as_it_is:
+            return None
+        return Operands(None, columnwise=t, columnwise_rows=rows_R)
     tokens = quantize_tokens(source.tokens_TH, format, columns, layouts.columnwise)
     if tokens is None:
         return None
@@ -208,14 +214,6 @@ def recipe_of_wgrad(recipe: Recipe, dtype: torch.dtype, in_features: int) -> Rec
     ``dtype`` is that of dy.
     """
     return recipe.with_wgrad_in.get(dtype, recipe) if in_features <= WGRAD_IN_16_BITS else recipe
-
-
-def _unscaled_tokens(tokens_TH: Tensor, format: Format) -> Tensor | None:
-    """Tokens for a wgrad that gathers rows; None where it multiplies them in another format."""
-    if format.wgrad_dtype is not None:
-        return tokens_TH.to(format.wgrad_dtype)
-    plain = format.quantize is None and format.scaling is None and format.dtype is None
-    return tokens_TH if plain else None
 
 
 def quantize_tokens(
@@ -345,10 +343,3 @@ def _same_blocks(input: Format, grad_output: Format) -> bool:
     a, b = input, grad_output
     same = a.power_of_two_scales == b.power_of_two_scales and a.epsilon == b.epsilon
     return same and not grad_output.share_scales
-
-
-def _state_of(format: Format, layouts: Layouts) -> tuple[Tensor, Tensor | None]:
-    """Scales to read, and where amaxes are recorded."""
-    assert format.state is not None
-    records = format.records and not layouts.again
-    return format.state.scale, format.state.amax if records else None
