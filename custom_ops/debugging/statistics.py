@@ -4,7 +4,7 @@ E groups (experts).
 """
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -118,7 +118,9 @@ class Statistics:
             of_experts = [r for r in self.experts if r[:2] == row[:2] and r.underflow > 0]
             worst = max(of_experts, key=lambda r: r.underflow, default=None)
             named = "" if worst is None else f"{worst.expert}: {worst.underflow:.1%}"
-            lines.append([row.layer, row.role, *_printed(row), named])
+            values = ((form, getattr(row, column)) for column, form in PRINTED.items())
+            printed = (form.format(v) if v == v else "" for form, v in values)  # NaN is not printed
+            lines.append([row.layer, row.role, *printed, named])
         loads = [["layer", "tokens", "imbalance", "idle experts", "dropped"]]
         for load in self.loads:
             idle = ", ".join(map(str, load.idle[:8])) + ", ..." * (len(load.idle) > 8)
@@ -156,12 +158,6 @@ class Statistics:
                 writer.add_scalar(f"{load.layer}/router/imbalance", load.imbalance, self.step)
             writer.add_scalar(f"{load.layer}/router/idle", len(load.idle), self.step)
             writer.add_scalar(f"{load.layer}/router/dropped", load.dropped, self.step)
-
-
-def _printed(row: OperandStatistics) -> Iterable[str]:
-    for column, form in PRINTED.items():
-        value = getattr(row, column)
-        yield form.format(value) if value == value else ""
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -5,20 +5,31 @@ E groups (experts).
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.meta_kernels.watch import COLUMNS, MAXIMA
+from grouped_linear.meta_kernels.watch import COLUMNS, MAXIMA, WATCH_COLUMNS
 from grouped_linear.recipes import UNQUANTIZED, Recipe
-from grouped_linear.recipes.watched import ALL, Counts, WatchedOperand
+from grouped_linear.recipes.watched import WatchedOperand
+
+#: Thread blocks per group. One thread block per group would be slower than the layer.
+PARTS = 4
+#: The number of rows that stands for all of them.
+ALL = 2**31 - 1
 
 
 class WatchedLayer(nn.Module):
     """The numbers of a layer's operands, which its calls add to while the flag is true.
 
     They move with the model and are none of its buffers: DistributedDataParallel would overwrite
-    them with those of rank 0. A copy of the layer has other numbers and another flag.
+    them with those of rank 0. They are buffers of a module in no tree, which torch.compile takes to
+    stay in place. A copy of the layer has other numbers and another flag.
+
+    The forward and the backward have a tensor each, [2 * weights, parts, E, 14]: AOTAutograd takes
+    none that both write. The first has each weight's input and the weight, the second its
+    columnwise input and the gradient of its output.
 
     Args:
         weights: the names of the layer's weights.
@@ -26,8 +37,6 @@ class WatchedLayer(nn.Module):
         device: of the layer's parameters.
         recipes: those of the layer's calls, which a compiled call then finds.
     """
-
-    _counts: Counts
 
     def __init__(
         self,
@@ -38,14 +47,22 @@ class WatchedLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.weights, self.num_groups = weights, num_groups
-        with torch.inference_mode(False):  # in no tree of modules
-            vars(self)["_counts"] = Counts(len(weights), num_groups, device)
+        self._counts: Any
+        counts = vars(self)["_counts"] = nn.Module()
+        counts.rows = 4  # type: ignore[assignment]
+        with torch.inference_mode(False):
+            for name in ("forward_stats", "backward_stats"):
+                shape = 2 * len(weights), PARTS, num_groups, WATCH_COLUMNS
+                stats = torch.zeros(shape, dtype=torch.float64, device=device)
+                counts.register_buffer(name, stats, persistent=False)
+            turn = torch.zeros((), dtype=torch.int32, device=device)
+            counts.register_buffer("turn", turn, persistent=False)
         self._recipes: list[tuple[Recipe | None, int, Recipe]] = []
         for recipe in recipes:
             for number in range(len(weights)):
                 self.recipe(recipe, number)
 
-    def recipe(self, recipe: Recipe | None, number: int = 0) -> Recipe:
+    def recipe(self, recipe: Recipe | None, number: int) -> Recipe:
         """A recipe of the same numbers whose formats count, for the layer's weight of a number."""
         for given, of_weight, made in self._recipes:
             if given is recipe and of_weight == number:

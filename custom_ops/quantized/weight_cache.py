@@ -28,7 +28,7 @@ class WeightCache(nn.Module):
         values, scale, columnwise: see :class:`grouped_linear.recipes.QuantizedWeight`.
     """
 
-    _numbers: "_Numbers"
+    _numbers: Any
     _cold_writes: int
     _source: "tuple[tuple[int, int | None], ...] | None"
 
@@ -39,27 +39,29 @@ class WeightCache(nn.Module):
         check_stores(type(recipe).__name__, recipe.weight)
         self.recipe, self._in_graphs = recipe, False
         with torch.inference_mode(False):
-            self._keep(_Numbers(new_weight(recipe.weight, E, N, K, device)))
+            self._keep(new_weight(recipe.weight, E, N, K, device))
         self.reset()
 
-    def _keep(self, numbers: "_Numbers") -> None:
-        """Have a module that is no part of the model's tree."""
-        vars(self)["_numbers"] = numbers
+    def _keep(self, weight: QuantizedWeight) -> None:
+        """Have buffers, which torch.compile takes to stay in place, of a module in no tree."""
+        numbers = vars(self)["_numbers"] = nn.Module()
+        for name, t in weight._asdict().items():
+            numbers.register_buffer(name, t, persistent=False)
 
     @property
     def values(self) -> Tensor:
         """[E, N, K]."""
-        return self._numbers.values
+        return self._numbers.values  # type: ignore[no-any-return]
 
     @property
     def scale(self) -> Tensor | None:
         """The scales, of the format's shape."""
-        return self._numbers.scale
+        return self._numbers.scale  # type: ignore[no-any-return]
 
     @property
     def columnwise(self) -> Tensor | None:
         """What dgrad reads."""
-        return self._numbers.columnwise
+        return self._numbers.columnwise  # type: ignore[no-any-return]
 
     @property
     def warm(self) -> bool:
@@ -121,7 +123,7 @@ class WeightCache(nn.Module):
         (E, N, K), there = state.pop("_numbers")
         super().__setstate__(state)
         with torch.inference_mode(False):
-            self._keep(_Numbers(new_weight(self.recipe.weight, E, N, K, there.device)))
+            self._keep(new_weight(self.recipe.weight, E, N, K, there.device))
             self.reset()
 
     def quantized_weight(self) -> QuantizedWeight:
@@ -154,19 +156,6 @@ class WeightCache(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         with torch.no_grad():
             self.reset()
-
-
-class _Numbers(nn.Module):
-    """The tensors of a cache. They are buffers, which torch.compile takes to stay in place."""
-
-    values: Tensor
-    scale: Tensor | None
-    columnwise: Tensor | None
-
-    def __init__(self, weight: QuantizedWeight) -> None:
-        super().__init__()
-        for name, t in weight._asdict().items():
-            self.register_buffer(name, t, persistent=False)
 
 
 def _identity(weights: WeightList) -> tuple[tuple[int, int | None], ...]:

@@ -187,25 +187,13 @@ class GroupedTensorWithMaster(Tensor):
 
     @property
     def parts(self) -> QuantizedWeight:
-        """q, scale and q_t."""
+        """q, scale and q_t. Without q_t a backward transposes q for itself."""
         return QuantizedWeight(self.q, self.scale, self.q_t)
 
     @property
     def format_options(self) -> tuple[Any, ...]:
         """Those of its recipe's format for weights, see :attr:`Format.compared`."""
         return self.recipe.weight.compared
-
-    def quantized_weight(self) -> QuantizedWeight:
-        """The parts that a layer's GEMMs read. Without q_t a backward transposes q for itself.
-
-        RuntimeError for a view that is not of whole experts.
-        """
-        if not self.is_whole:
-            raise RuntimeError(
-                f"GroupedTensorWithMaster: a layer reads whole experts, {list(self.master.shape)}, "
-                f"got a view {list(self.shape)} of them"
-            )
-        return self.parts
 
     @property
     def is_whole(self) -> bool:

@@ -6,44 +6,12 @@ T rows, E groups, K in_features, N out_features, F features inside an expert, G 
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FP8
-from grouped_linear.meta_kernels.watch import WATCH_COLUMNS
 from grouped_linear.recipes.format import Format, Layouts, Operands, WeightList
 from grouped_linear.recipes.quantize import Gathered, Source, SwigluGradOf, SwigluOf
-
-#: Thread blocks per group. One thread block per group would be slower than the layer.
-PARTS = 4
-#: The number of rows that stands for all of them.
-ALL = 2**31 - 1
-
-
-class Counts(nn.Module):
-    """The numbers of a layer's operands, which :func:`grouped_linear.ops.watch_operand_` adds to.
-
-    The forward and the backward have a tensor each: AOTAutograd takes none that both write. They
-    are buffers, which torch.compile takes to stay in place.
-    """
-
-    forward_stats: Tensor
-    """[2 * projections, parts, E, 14]: each projection's input and weight."""
-    backward_stats: Tensor
-    """The same: the columnwise input, and the gradient of the output."""
-    turn: Tensor
-    """An int32: 0 counts nothing, others say which rows are read."""
-    rows: int
-    """How many rows of each group are read."""
-
-    def __init__(self, projections: int, E: int, device: torch.device | str | None) -> None:
-        super().__init__()
-        self.rows = 4
-        like: dict[str, Any] = {"dtype": torch.float64, "device": device}
-        for name in ("forward_stats", "backward_stats"):
-            t = torch.zeros(2 * projections, PARTS, E, WATCH_COLUMNS, **like)
-            self.register_buffer(name, t, persistent=False)
-        self.register_buffer("turn", torch.zeros((), dtype=torch.int32, device=device), False)
 
 
 class WatchedOperand(NamedTuple):
@@ -52,7 +20,8 @@ class WatchedOperand(NamedTuple):
     An operand is measured when it is made, so that none lives longer.
     """
 
-    counts: Counts
+    counts: Any
+    """The layer's numbers, see :class:`grouped_linear.nn.watched.WatchedLayer`."""
     number: int
     """The projection's number in the layer."""
     is_gradient: bool = False
