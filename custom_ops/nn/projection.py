@@ -49,9 +49,8 @@ def ready(op: str, given: Projection, dtype: torch.dtype | None) -> tuple[Projec
     if dtype is not None and not recipe.weight.reads_any_dtype:  # its GEMM takes one dtype
         is_other = weights[0].dtype in ACTIVATIONS and weights[0].dtype != dtype
         cast = tuple(w.to(dtype) for w in weights) if is_other else weights
-    if cast is not weights or stored is not given.stored:
-        given = Projection(cast, bias_EN, recipe, stored, main_grad, adapter)
-    return given, cast if main_grad is None else weights
+    projection = Projection(cast, bias_EN, recipe, stored, main_grad, adapter)
+    return projection, cast if main_grad is None else weights
 
 
 def with_dropout(projection: Projection, x: Tensor) -> Projection:

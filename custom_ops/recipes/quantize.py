@@ -168,9 +168,10 @@ def _in_scaled_format(t: Tensor, format: Format, offs_E: Tensor, layouts: Layout
     if format.scaling == "delayed":
         state = format.state
         assert state is not None
-        amax = state.amax if format.records and not layouts.again else None
+        records = format.records and not layouts.again
+        scale, amax = state.scale, state.amax if records else None
         return with_shared_scale(
-            *ops.group_quantize_delayed(t, offs_E, state.scale, amax, dtype, **outputs)
+            *ops.group_quantize_delayed(t, offs_E, scale, amax, dtype, **outputs)
         )
     return with_shared_scale(
         *ops.group_quantize_current(
