@@ -3,30 +3,42 @@
     python -m benchmarks.bench_lora            # the table, to results/, and a plot
     python -m benchmarks.bench_lora --compile  # the same steps under torch.compile
     python -m benchmarks.bench_lora --compile --model gpt_oss_20b
+    python -m benchmarks.bench_lora --all      # experts in every format, eager and compiled
 
 Layers of Qwen3-30B-A3B or of GPT-OSS-20B with random weights, PEFT's adapters, AdamW over them.
 "PEFT" is transformers' grouped_mm with PEFT as it comes, which adds the adapters to the weights in
-every forward; GPT-OSS is then dequantized to BF16. Each row is a process of its own, so that no row
-finds another one's memory. Times are of whole steps, each from an idle GPU to an idle one; peaks
-are torch's, weights included. GPU time is the sum of a step's kernels.
+every forward; GPT-OSS is then dequantized to BF16. "PEFT, FP8" is PEFT over transformers'
+FP8Experts, whose kernels transformers downloads; a package `finegrained_fp8`, the folder of that
+name in huggingface/kernels-community, has them without a network. A row that fails says why. Each
+row is a process of its own, so that no row finds another one's memory. Weights are equal but for
+rounding and tokens are equal, so first losses are alike. Times are of whole steps, each from an
+idle GPU to an idle one; peaks are torch's, weights included. GPU time is the sum of a step's
+kernels.
 
 It needs transformers, peft and accelerate.
 """
 
 import argparse
 import contextlib
+import copy
+import itertools
+import math
 import statistics
 import time
 from functools import partial
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import gpt_oss, timing
+from grouped_linear import Float8BlockScaling, convert
 
-PEFT, BF16, FP8 = "PEFT, BF16", "ours, BF16", "ours, FP8"
+PEFT, PEFT_FP8 = "PEFT, BF16", "PEFT, FP8"
+BF16, FP8 = "ours, BF16", "ours, FP8"
 MXFP4, MXFP4_FP8 = "ours, MXFP4", "ours, MXFP4, FP8 activations"
 ATTENTION, EXPERTS = "attention", "attention and experts"
+EAGER, COMPILED = "eager", "compiled"
 EXPERT_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 VOCABULARY = 32000
 GIB = 2**30
@@ -39,6 +51,8 @@ class Model(NamedTuple):
     sizes: dict[str, int]
     weights: tuple[str, ...]
     scopes: tuple[str, ...]
+    every_weights: tuple[str, ...]
+    """What --all measures, of the last scope."""
 
 
 QWEN3 = {
@@ -58,34 +72,43 @@ TINY = {
     "head_dim": 32,
 }
 OF_QWEN3, OF_GPT_OSS = (PEFT, BF16, FP8), (PEFT, BF16, MXFP4, MXFP4_FP8)
+EVERY = (PEFT, PEFT_FP8, BF16, FP8, MXFP4)
 MODELS = {
-    "qwen3_30b": Model("Qwen3-30B-A3B", QWEN3, OF_QWEN3, (ATTENTION, EXPERTS)),
+    "qwen3_30b": Model("Qwen3-30B-A3B", QWEN3, OF_QWEN3, (ATTENTION, EXPERTS), EVERY),
     # Its other sizes are GptOssConfig's defaults.
-    "gpt_oss_20b": Model("GPT-OSS-20B", {"num_local_experts": 32}, OF_GPT_OSS, (EXPERTS,)),
+    "gpt_oss_20b": Model(
+        "GPT-OSS-20B", {"num_local_experts": 32}, OF_GPT_OSS, (EXPERTS,), OF_GPT_OSS
+    ),
     "qwen3_tiny": Model(
         "a tiny Qwen3-MoE",
-        {**TINY, "num_experts": 4, "moe_intermediate_size": 32},
+        {**TINY, "num_experts": 4, "moe_intermediate_size": 128},
         OF_QWEN3,
         (ATTENTION, EXPERTS),
+        EVERY,
     ),
     "gpt_oss_tiny": Model(
         "a tiny GPT-OSS",
         {**TINY, "num_local_experts": 4, "intermediate_size": 32},
         OF_GPT_OSS,
         (EXPERTS,),
+        OF_GPT_OSS,
     ),
 }
 
 
 class Row(NamedTuple):
-    """Milliseconds of a step and of its kernels, GiB of the weights and at the peak."""
+    """Milliseconds of a step and of its kernels, GiB of the weights and at the peak, and losses."""
 
     scope: str
     weights: str
-    step: float
-    kernels: float
-    held: float
-    peak: float
+    mode: str
+    step: float = math.nan
+    kernels: float = math.nan
+    held: float = math.nan
+    peak: float = math.nan
+    first_loss: float = math.nan
+    last_loss: float = math.nan
+    note: str = ""
 
 
 def load(name: str, sizes: dict[str, Any], weights: str, device: torch.device) -> Any:
@@ -99,14 +122,38 @@ def load(name: str, sizes: dict[str, Any], weights: str, device: torch.device) -
     config = Qwen3MoeConfig(**sizes, use_cache=False)
     config._experts_implementation = "grouped_mm"
     with device:
-        return Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    if weights in (MXFP4, MXFP4_FP8):
+        convert(model, weights="mxfp4")
+    elif weights == PEFT_FP8:
+        quantized = copy.deepcopy(model)
+        convert(quantized, weights="fp8")
+        use_fp8_experts(model, quantized.state_dict())
+    return model
+
+
+def use_fp8_experts(model: Any, state: dict[str, torch.Tensor]) -> None:
+    """Put transformers' FP8Experts in place of a model's experts, as loading such a state does."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations import finegrained_fp8 as of_transformers
+
+    with contextlib.suppress(ImportError):
+        import finegrained_fp8 as kernels
+
+        # Else it downloads them in the first forward.
+        of_transformers._FINEGRAINED_FP8 = of_transformers.FineGrainedFP8(
+            kernels.matmul_2d, kernels.matmul_batched, kernels.matmul_grouped
+        )
+    of_transformers.replace_with_fp8_linear(
+        model, [".*self_attn", "mlp.gate", "lm_head"], FineGrainedFP8Config()
+    )
+    model.load_state_dict(state, assign=True)
 
 
 def with_adapters(model: Any, weights: str, scope: str, rank: int, **options: Any) -> Any:
     """The frozen model, converted as a row says, with PEFT's adapters."""
     from peft import LoraConfig, get_peft_model
 
-    from grouped_linear import Float8BlockScaling, convert
     from grouped_linear.integrations.peft import for_packed_experts, use_grouped_adapters
 
     model.requires_grad_(False)
@@ -123,59 +170,87 @@ def with_adapters(model: Any, weights: str, scope: str, rank: int, **options: An
         target_parameters=list(EXPERT_PARAMETERS) if scope == EXPERTS else None,
         **options,
     )
+    if weights in (PEFT, PEFT_FP8):
+        return get_peft_model(model, lora)
     model = get_peft_model(model, for_packed_experts(lora))
-    if weights != PEFT and scope == EXPERTS:
+    if scope == EXPERTS:
         use_grouped_adapters(model)
     return model
+
+
+class Step:
+    """A model that learns from the same tokens in every step."""
+
+    def __init__(self, options: argparse.Namespace, scope: str, weights: str, mode: str) -> None:
+        device = torch.device(options.device)
+        sizes = {**MODELS[options.model].sizes, "num_hidden_layers": options.layers}
+        model = load(options.model, {**sizes, "vocab_size": VOCABULARY}, weights, device)
+        model = with_adapters(model, weights, scope, options.rank).train()
+        self.adapters = [p for p in model.parameters() if p.requires_grad]
+        for p in self.adapters:
+            p.data = p.data.to(torch.bfloat16)
+        self.held = torch.cuda.memory_allocated() / GIB if device.type == "cuda" else 0.0
+        self.optimizer = torch.optim.AdamW(self.adapters, lr=1e-4, fused=True)
+        generator = torch.Generator(device).manual_seed(0)
+        shape = options.batch, options.context
+        self.tokens = torch.randint(VOCABULARY, shape, device=device, generator=generator)
+        self.forward = torch.compile(model) if mode == COMPILED else model
+        self.losses: list[torch.Tensor] = []
+
+    def __call__(self) -> None:
+        loss = self.forward(input_ids=self.tokens, labels=self.tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.detach())
 
 
 def measure(
     options: argparse.Namespace, name: str, turn: contextlib.AbstractContextManager[object]
 ) -> list[Row]:
-    """One row, by its scope and weights; times are taken within the turn."""
-    scope, weights = name.split(": ")
-    device = torch.device(options.device)
-    on_gpu = device.type == "cuda"
-    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
-    sizes = {**MODELS[options.model].sizes, "num_hidden_layers": options.layers}
-    model = load(options.model, {**sizes, "vocab_size": VOCABULARY}, weights, device)
-    model = with_adapters(model, weights, scope, options.rank).train()
-    adapters = [p for p in model.parameters() if p.requires_grad]
-    for p in adapters:
-        p.data = p.data.to(torch.bfloat16)
-    held = torch.cuda.memory_allocated() / GIB if on_gpu else 0.0
-    optimizer = torch.optim.AdamW(adapters, lr=1e-4, fused=True)
-    tokens = torch.randint(VOCABULARY, (options.batch, options.context), device=device)
-    forward = torch.compile(model) if options.compile else model
-
-    def step() -> None:
-        forward(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(3):
-        step()
+    """One row, by its scope, weights and mode; times are taken within the turn."""
+    mode, scope, weights = name.split(": ")
+    row = Row(scope, weights, mode)
+    try:
+        step = Step(options, *row[:3])
+        for _ in range(3):
+            step()
+    except Exception as error:
+        sentence = " ".join(str(error).split())
+        row = row._replace(note=f"{type(error).__name__}: {sentence[:200]}")
+        step = None
     with turn:
+        if step is not None:
+            row = timed(row, step, options)
+    print(row, flush=True)
+    return [row]
+
+
+def timed(row: Row, step: Step, options: argparse.Namespace) -> Row:
+    """The row with its numbers, of a step that is compiled by now."""
+    on_gpu = torch.device(options.device).type == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    synchronize()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(options.rounds):
+        begin = time.perf_counter()
+        step()
         synchronize()
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        times = []
-        for _ in range(options.rounds):
-            begin = time.perf_counter()
-            step()
-            synchronize()
-            times.append(1e3 * (time.perf_counter() - begin))
-        peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
-        activity = torch.profiler.ProfilerActivity
-        with torch.profiler.profile(
-            activities=[activity.CUDA if on_gpu else activity.CPU]
-        ) as profile:
-            step()
-            synchronize()
+        times.append(1e3 * (time.perf_counter() - begin))
+    peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as profile:
+        step()
+        synchronize()
     if options.profile:
-        print(name, profile.key_averages().table("self_device_time_total", 25, 60), flush=True)
+        print(row, profile.key_averages().table("self_device_time_total", 25, 60), flush=True)
     kernels = sum(e.self_device_time_total for e in profile.key_averages()) / 1e3
-    return [Row(scope, weights, statistics.median(times), kernels, held, peak)]
+    losses = step.losses[0].item(), step.losses[-1].item()
+    unlearnt = len(step.adapters) - len(step.optimizer.state)  # AdamW's state comes with gradients
+    note = f"{unlearnt} of {len(step.adapters)} factors get no gradient" if unlearnt else ""
+    return Row(*row[:3], statistics.median(times), kernels, step.held, peak, *losses, note)
 
 
 def plot(rows: list[Row], path: str) -> None:
@@ -207,19 +282,36 @@ def plot(rows: list[Row], path: str) -> None:
 
 
 def page(rows: list[Row], options: argparse.Namespace) -> str:
-    """The table, under the sentences that say what it is of."""
-    table = [["LoRA on", "experts", "step, ms", "kernels, ms", "weights, GiB", "peak, GiB"]]
+    """The table, under the sentences that say what it is of, and over what is noted of its rows."""
+    head = (
+        "LoRA on|experts|step, ms|kernels, ms|weights, GiB|peak, GiB|tokens/s|first loss|last loss"
+    )
+    table, notes = [head.split("|")], []
+    modes = list(dict.fromkeys(row.mode for row in rows))
     for row in rows:
-        numbers = f"{row.step:.1f}", f"{row.kernels:.1f}", f"{row.held:.2f}", f"{row.peak:.2f}"
-        table.append([row.scope, row.weights, *numbers])
+        label = f"{row.weights}, {row.mode}" if len(modes) > 1 else row.weights
+        if row.note:
+            notes.append(f"\n- {label}: {row.note}.")
+        speed = 1e3 * options.batch * options.context / row.step
+        numbers = (
+            *(f"{row.step:.1f}", f"{row.kernels:.1f}", f"{row.held:.2f}", f"{row.peak:.2f}"),
+            *(f"{speed:,.0f}", f"{row.first_loss:.3f}", f"{row.last_loss:.3f}"),
+        )
+        table.append([row.scope, label, *("" if n == "nan" else n for n in numbers)])
     about = (
         f"{options.layers} layers of {MODELS[options.model].title}, {options.batch} x "
         f"{options.context} tokens, rank {options.rank}. PEFT is transformers' grouped_mm with "
-        "PEFT as it comes."
+        f"PEFT as it comes. Losses are of the first and the last of {options.rounds + 4} steps on "
+        f"the same random tokens. {packages()}."
     )
-    title = f"A fine-tuning step with LoRA, {'compiled' if options.compile else 'eager'}"
+    title = f"A fine-tuning step with LoRA, {' and '.join(modes)}"
     device = torch.device(options.device)
-    return timing.page(title, about, "bench_lora", device, timing.markdown(table))
+    text = timing.page(title, about, "bench_lora", device, timing.markdown(table))
+    return text + "".join(notes) + "\n" if notes else text
+
+
+def packages() -> str:
+    return ", ".join(f"{name} {version(name)}" for name in ("transformers", "peft"))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -233,6 +325,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--rounds", type=int, default=10)
     options.add_argument("--device", default="cuda")
     options.add_argument("--compile", action="store_true")
+    options.add_argument("--all", action="store_true", help="all formats of experts, both modes")
     options.add_argument(
         "--at-once", type=int, default=1, help="rows that load and compile at once"
     )
@@ -244,16 +337,21 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     options = parser().parse_args()
     of_model = MODELS[options.model]
-    names = [f"{scope}: {weights}" for scope in of_model.scopes for weights in of_model.weights]
+    scopes, weights = of_model.scopes, of_model.weights
+    modes = [COMPILED if options.compile else EAGER]
+    if options.all:
+        scopes, weights, modes = scopes[-1:], of_model.every_weights, [EAGER, COMPILED]
+    names = [": ".join(row) for row in itertools.product(modes, scopes, weights)]
     rows = timing.side_by_side(partial(measure, options), names, options.at_once)
     text = page(rows, options)
     print(text)
     if options.write:
         model = "" if options.model == "qwen3_30b" else f"_{options.model}"
-        how = "_compiled" if options.compile else ""
+        how = "_all" if options.all else "_compiled" if options.compile else ""
         stem = f"bench_lora{model}{how}_{timing.slug(torch.device(options.device))}"
         (timing.RESULTS / f"{stem}.md").write_text(text)
-        plot(rows, str(timing.RESULTS / f"{stem}.png"))
+        if not options.all:
+            plot(rows, str(timing.RESULTS / f"{stem}.png"))
 
 
 if __name__ == "__main__":
