@@ -363,7 +363,7 @@ def synchronize(device: torch.device) -> None:
 class Work:
     """Runs to do, and what every process needs to know of them."""
 
-    scale: str
+    scale: Scale
     tokens: int
     compiled: bool
     device: str
@@ -422,7 +422,7 @@ def train(index: int, work: Work) -> None:
         mode, seed = run
         if training is None or training.mode != mode:
             training = None  # before there are two
-            training = Training(mode, SCALES[work.scale], device, data, work.compiled)
+            training = Training(mode, work.scale, device, data, work.compiled)
             compiling = True
         else:
             compiling = False
@@ -486,7 +486,7 @@ def train_all(options: argparse.Namespace, path: Path, device: torch.device) -> 
         saved = Path(folder) / "corpus.pt"
         torch.save(tuple(data), saved)
         work = Work(
-            options.scale,
+            scale,
             tokens,
             options.compile,
             options.device,
