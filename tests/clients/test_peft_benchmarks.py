@@ -1,29 +1,68 @@
 """The benchmarks of fine-tuning with PEFT: their rows and losses, at tiny sizes."""
 
+import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 pytest.importorskip("peft")
 
 from benchmarks import bench_lora, lora_losses
 
 
+@pytest.fixture
+def fp8_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' grouped product in FP8, which is for GPUs, in BF16."""
+    from transformers.integrations import finegrained_fp8, moe
+
+    def matmul_grouped(
+        x: Tensor, w: Tensor, scale: Tensor, *, offsets: Tensor, block_size: Any, **_: Any
+    ) -> Tensor:
+        w = finegrained_fp8._dequantize_fp8_weight(w, scale, block_size, x.dtype)
+        return moe._grouped_mm(x, w.mT, offs=offsets)
+
+    kernels: Any = ModuleType("finegrained_fp8")
+    kernels.matmul_2d = kernels.matmul_batched = None
+    kernels.matmul_grouped = matmul_grouped
+    monkeypatch.setitem(sys.modules, "finegrained_fp8", kernels)
+
+
+@pytest.mark.usefixtures("fp8_kernels")
 @pytest.mark.parametrize("model", ["qwen3_tiny", "gpt_oss_tiny"])
 def test_rows_of_a_step(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_lora, "VOCABULARY", 64)
     sizes = ["--layers", "1", "--batch", "1", "--context", "8", "--rounds", "1"]
     options = bench_lora.parser().parse_args(["--device", "cpu", "--model", model, *sizes])
-    of_model = bench_lora.MODELS[model]
-    rows = []
-    for weights in of_model.weights:
-        rows += bench_lora.measure(options, f"{bench_lora.EXPERTS}: {weights}", nullcontext())
-    assert [row.weights for row in rows] == [*of_model.weights]
-    assert all(row.step > 0 for row in rows)
-    assert f"| {rows[-1].weights} " in bench_lora.page(rows, options)
-    bench_lora.plot(rows, str(tmp_path / "rows.png"))
+    every = bench_lora.MODELS[model].every_weights
+    rows = {}
+    for weights in every:
+        name = f"{bench_lora.EAGER}: {bench_lora.EXPERTS}: {weights}"
+        (rows[weights],) = bench_lora.measure(options, name, nullcontext())
+    for weights, row in rows.items():
+        assert row.step > 0, row
+        assert row.first_loss == pytest.approx(rows[bench_lora.PEFT].first_loss, rel=3e-3)
+        assert row.last_loss < row.first_loss
+        # transformers' FP8 experts give their weights no gradient, and PEFT's factors lie in these.
+        no_gradient = "4 of 12 factors get no gradient" if weights == bench_lora.PEFT_FP8 else ""
+        assert row.note == no_gradient
+    page = bench_lora.page([*rows.values()], options)
+    assert all(f"| {weights} " in page for weights in every)
+    if bench_lora.PEFT_FP8 in every:
+        assert "- PEFT, FP8: 4 of 12 factors get no gradient." in page
+    bench_lora.plot([rows[w] for w in bench_lora.MODELS[model].weights], str(tmp_path / "rows.png"))
+
+
+def test_a_row_that_fails_says_why() -> None:
+    options = bench_lora.parser().parse_args(["--device", "cpu", "--model", "qwen3_tiny"])
+    options.rank = 0
+    (row,) = bench_lora.measure(options, "eager: attention: ours, BF16", nullcontext())
+    assert row.note.startswith("ValueError: `r` should be a positive integer")
+    assert "- ours, BF16: ValueError: `r` should be" in bench_lora.page([row], options)
 
 
 @pytest.mark.parametrize("model", lora_losses.MODELS)
