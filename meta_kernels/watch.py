@@ -68,7 +68,11 @@ def watch_operand_(rules: Rules, c: Any) -> None:
         if c.scale_t is not None:
             rules.tensor("scale_t", 2, torch.float32, "stats")
             rules.features("K", c.scale_t.size(1))
-        if not (c.x is None and c.q is None and c.gate_up is None):
+        if c.x is None and c.q is None and c.gate_up is None:
+            rules.check(c.weight is None, lambda: "weight needs gate_up")
+            rules.check(c.rows is None, lambda: "rows need x")
+            rules.check(c.q_rows is None, lambda: "q_rows need q")
+        else:
             name, T, K = _check_rows(rules, c)
             rules.count(name, "rows", _check_quantized_rows(rules, c, name, T, K))
     rules.swiglu_form()

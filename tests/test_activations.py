@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import Tensor
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.nn.functional import gelu, relu, silu
@@ -29,9 +30,9 @@ from grouped_linear.ops.activation import GELU_TANH
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
-from support.errors import sentence
+from support.errors import said
 from support.graphs import STRICT_GRAPHS
-from support.mlp import E, F, H, assert_one_graph, biases_of, near, run, states_of
+from support.mlp import E, F, H, assert_one_graph, biases_of, exact, near, run, states_of, truth
 from support.mlp import leaves_of as drawn_leaves
 from support.ops import OPS
 from support.pairs import in_turn
@@ -103,25 +104,6 @@ def ours(
     return mlp
 
 
-def truth(kind: str) -> Callable[..., Tensor]:
-    """A loop over experts, with torch's own activation."""
-    experts = chosen_experts("cpu")
-
-    def mlp(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
-        y = 0 * x
-        for e in range(E):
-            first, second = (b[e] for b in biases) if biases else (0, 0)
-            y_e = KINDS[kind][1](x @ gate_up[e].mT + first) @ down[e].mT + second
-            y = y + ((experts == e) * weights).sum(dim=1, keepdim=True) * y_e
-        return y
-
-    return mlp
-
-
-def exact(leaves: list[Tensor]) -> list[Tensor]:
-    return [t.detach().cpu().double().requires_grad_() for t in leaves]
-
-
 @EVERY_OTHER
 def test_gradient_of_an_activation_alone(kind: str) -> None:
     activation, function = OTHERS[kind]
@@ -145,7 +127,7 @@ def test_numbers(kind: str, dtype: torch.dtype, tolerance: float, bias: bool, de
     leaves = leaves_of(kind, device, dtype, bias)
     actual = run(ours(kind, None, device), leaves)
     assert [t.dtype for t in actual] == [dtype, *(t.dtype for t in leaves)]
-    near(actual, run(truth(kind), exact(leaves)), tolerance)
+    near(actual, run(truth(chosen_experts("cpu"), KINDS[kind][1]), exact(leaves)), tolerance)
 
 
 @DEVICES
@@ -155,7 +137,7 @@ def test_recipes_are_near_float64(kind: str, recipe: Recipe | None, device: str)
     """A product of e4m3 operands is off by 4% of its norm: see test_layer.py."""
     leaves = leaves_of(kind, device, BF16)
     actual = run(ours(kind, recipe, device), leaves)
-    near(actual, run(truth(kind), exact(leaves)), 0.2)
+    near(actual, run(truth(chosen_experts("cpu"), KINDS[kind][1]), exact(leaves)), 0.2)
 
 
 @DEVICES
@@ -378,30 +360,31 @@ def test_mistakes() -> None:
     def call(gate_up: Tensor, **options: Any) -> Tensor:
         return grouped_mlp(x, weights, experts, gate_up, down, **options)
 
-    sentences: dict[str, Callable[[], object]] = {
-        f"grouped_mlp: activation must be a SwiGLU or an Activation, got {gelu!r}": lambda: call(
-            gate_up, activation=gelu
-        ),  # type: ignore[arg-type]
-        f"grouped_mlp: F differs: down_proj has {F}, gate_up_proj {2 * F} without a gate": (
-            lambda: call(gate_up, activation=SquaredReLU())
-        ),
-        f"grouped_mlp: F differs: down_proj has {F}, gate_up_proj {F} for gate and up": (
-            lambda: call(gate_up[:, :F], activation=GeGLU())
-        ),
-        f"grouped_mlp: gate_up_proj must be [E, F, {H}], as x has {H} features, got "
-        f"[{E}, {F}, {H - 16}]": lambda: call(gate_up[:, :F, 16:], activation=SquaredReLU()),
-        "grouped_mlp: save_gate_up_in_fp8 must be True or False, got 'fp8'": lambda: call(
+    mistakes = [
+        lambda: call(gate_up, activation=gelu),
+        lambda: call(gate_up, activation=SquaredReLU()),
+        lambda: call(gate_up[:, :F], activation=GeGLU()),
+        lambda: call(gate_up[:, :F, 16:], activation=SquaredReLU()),
+        lambda: call(
             gate_up,
             save_gate_up_in_fp8="fp8",  # type: ignore[arg-type]
         ),
-        "GroupedMLP: save_gate_up_in_fp8 must be True or False, got 1": lambda: GroupedMLP(
+        lambda: GroupedMLP(
             E,
             H,
             F,
             save_gate_up_in_fp8=1,  # type: ignore[arg-type]
         ),
-        "GeGLU: approximate must be 'none' or 'tanh', got 'sigmoid'": lambda: GeGLU("sigmoid"),  # type: ignore[arg-type]
-    }
-    assert {expected: sentence(call) for expected, call in sentences.items()} == {
-        expected: expected for expected in sentences
-    }
+        lambda: GeGLU("sigmoid"),
+    ]
+    assert_expected_inline(
+        said(mistakes),
+        """\
+ValueError: grouped_mlp: activation must be a SwiGLU or an Activation, got <built-in function gelu>
+RuntimeError: grouped_mlp: F differs: down_proj has 80, gate_up_proj 160 without a gate
+RuntimeError: grouped_mlp: F differs: down_proj has 80, gate_up_proj 80 for gate and up
+RuntimeError: grouped_mlp: gate_up_proj must be [E, F, 144], as x has 144 features, got [5, 80, 128]
+ValueError: grouped_mlp: save_gate_up_in_fp8 must be True or False, got 'fp8'
+ValueError: GroupedMLP: save_gate_up_in_fp8 must be True or False, got 1
+ValueError: GeGLU: approximate must be 'none' or 'tanh', got 'sigmoid'""",
+    )

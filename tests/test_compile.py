@@ -5,6 +5,7 @@ Inductor itself is compiled where its output is the subject.
 """
 
 import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
+from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend, normalize_gm
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +29,6 @@ from grouped_linear import (
 )
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices
-from support.graphs import readable
 from support.layers import linear_of
 from support.ops import OPS
 from support.pairs import in_turn
@@ -289,6 +289,19 @@ def test_fixed_capacity_compiles_once(name: str) -> None:
 
 
 # --- graphs --------------------------------------------------------------------------------------
+
+
+def readable(graph: torch.fx.GraphModule) -> str:
+    """A graph's code, one statement per line, without the statements that free dead values."""
+    code = normalize_gm(graph.print_readable(print_output=False))
+    code = re.sub(r";  [\w =]*None", "", code)
+    code = re.sub(r"\[[\d, ]+\]", lambda shape: shape[0].replace(" ", ""), code)
+    code = code.replace("torch.ops.", "").replace(".default(", "(")
+    return "\n".join(
+        textwrap.fill(line.strip(), 96, subsequent_indent="    ", break_long_words=False)
+        for line in code.splitlines()
+        if line.strip() and not line.startswith("class ")
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd:UserWarning")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.nn.functional import gelu, grouped_mm, silu
+from torch.nn.functional import gelu, grouped_mm
 from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear import (
@@ -32,6 +32,7 @@ from grouped_linear.integrations.conversion import ConvertedExperts
 from support.compare import assert_all_same_bits, assert_same_bits, assert_same_tensors
 from support.devices import devices
 from support.errors import sentence
+from support.experts import FusedExperts, GroupedExperts, one_by_one
 from support.ops import OPS
 from support.processes import PROCESSES, Checks, Passes
 from support.recipes import MORE_RECIPES
@@ -39,30 +40,6 @@ from support.tensors import BF16, DTYPES, FP32
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 T, E, H, F = 50, 4, 32, 48
-
-
-def swiglu_sorted(
-    act: Callable[[Tensor], Tensor], weights: tuple[Tensor, ...], x: Tensor, counts: Tensor
-) -> Tensor:
-    """With torch's grouped_mm, of rows sorted by expert."""
-    offs = counts.cumsum(0, dtype=torch.int32)
-    gate, up, down = (w.to(BF16).mT for w in weights)
-    h = act(grouped_mm(x.to(BF16), gate, offs=offs)) * grouped_mm(x.to(BF16), up, offs=offs)
-    return grouped_mm(h, down, offs=offs).to(x.dtype)
-
-
-class GroupedExperts(nn.Module):
-    """Three parameters, with torchtitan's names."""
-
-    def __init__(self, act: Callable[[Tensor], Tensor] = silu, features: int = F) -> None:
-        super().__init__()
-        self.act = act
-        self.w1 = nn.Parameter(torch.randn(E, features, H) / H**0.5)
-        self.w2 = nn.Parameter(torch.randn(E, H, features) / features**0.5)
-        self.w3 = nn.Parameter(torch.randn(E, features, H) / H**0.5)
-
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        return swiglu_sorted(self.act, (self.w1, self.w3, self.w2), x, num_tokens_per_expert)
 
 
 class SuffixedExperts(nn.Module):
@@ -76,31 +53,18 @@ class SuffixedExperts(nn.Module):
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         weights = self.w1_EFD, self.w3_EFD, self.w2_EDF
-        return swiglu_sorted(silu, weights, x_RD, num_tokens_per_expert_E)
-
-
-class FusedExperts(nn.Module):
-    """As torchtitan's override that fuses gate and up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w13 = nn.Parameter(torch.randn(E, F, 2, H) / H**0.5)
-        self.w2_EDF = nn.Parameter(torch.randn(E, H, F) / F**0.5)
-
-    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        weights = self.w13[:, :, 0], self.w13[:, :, 1], self.w2_EDF
-        return swiglu_sorted(silu, weights, x_RD, num_tokens_per_expert_E)
+        return one_by_one(x_RD, num_tokens_per_expert_E, *weights)
 
 
 class GptOssExperts(nn.Module):
     """As torchtitan's, with a SwiGLU of its own between matrices that have biases."""
 
-    def __init__(self, features: int = F) -> None:
+    def __init__(self, F: int = F) -> None:
         super().__init__()
         self.swiglu_limit = 7.0
-        self.mlp1_weight_EGD = nn.Parameter(torch.randn(E, 2 * features, H) / H**0.5)
-        self.mlp1_bias_EG = nn.Parameter(torch.randn(E, 2 * features))
-        self.mlp2_weight_EDF = nn.Parameter(torch.randn(E, H, features) / features**0.5)
+        self.mlp1_weight_EGD = nn.Parameter(torch.randn(E, 2 * F, H) / H**0.5)
+        self.mlp1_bias_EG = nn.Parameter(torch.randn(E, 2 * F))
+        self.mlp2_weight_EDF = nn.Parameter(torch.randn(E, H, F) / F**0.5)
         self.mlp2_bias_ED = nn.Parameter(torch.randn(E, H))
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
@@ -202,7 +166,7 @@ def test_recipes(kind: str, recipe: Recipe | None, device: str) -> None:
 @pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
 def test_frozen_weights(weights: Any, experts: Any) -> None:
     """Those with biases, too: in FP8 the bits of weights that each call quantizes."""
-    model, x = Sorted(experts(features=64)), torch.randn(T, H)
+    model, x = Sorted(experts(F=64)), torch.randn(T, H)
     plain = deepcopy(model)
     convert(model, Float8BlockScaling(), weights=weights)
     with torch.no_grad():
@@ -361,7 +325,7 @@ def test_a_forward_that_would_hide_the_new_one() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_is_not_swiglu_is_refused(device: str) -> None:
     """test_from_modules.py has more."""
-    model = nn.Sequential(Sorted(GroupedExperts(gelu))).to(device).eval()
+    model = nn.Sequential(Sorted(GroupedExperts(act=gelu))).to(device).eval()
     refusal = r"^convert: 0.experts: experts do not compute down\(silu\(gate\(x\)\) \* up\(x\)\): "
     with pytest.raises(ValueError, match=refusal):
         convert(model)
@@ -430,7 +394,7 @@ def check_expert_parallel(recipe: Recipe | None, rank: int, directory: Path) -> 
 
 def check_tensor_parallel(rank: int, directory: Path) -> None:
     """Each process has half of the features inside an expert; outputs add up."""
-    whole = GroupedExperts(features=64)
+    whole = GroupedExperts(F=64)
     convert(whole)
     sharded, x = deepcopy(whole), torch.randn(sum(COUNTS), H)
     distribute(sharded, both_processes(), {"w1": 1, "w2": 2, "w3": 1})
@@ -441,7 +405,7 @@ def check_tensor_parallel(rank: int, directory: Path) -> None:
 
 def check_tensor_parallel_biases(rank: int, directory: Path) -> None:
     """What is added once is added once, and each copy of the last bias has all of its gradient."""
-    whole, counts = GptOssExperts(features=64), torch.tensor(COUNTS)
+    whole, counts = GptOssExperts(F=64), torch.tensor(COUNTS)
     convert(whole)
     sharded, x = deepcopy(whole), torch.randn(sum(COUNTS), H)
     dims = {"mlp1_weight_EGD": 1, "mlp1_bias_EG": 1, "mlp2_weight_EDF": 2}

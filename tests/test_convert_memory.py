@@ -16,21 +16,12 @@ from torch.nn.functional import grouped_mm, silu
 from torch.profiler import ProfilerActivity, profile
 
 from grouped_linear import Float8BlockScaling, GroupedMLP, convert
+from support.experts import Expert
 from support.hugging_face import tiny
 from support.tensors import BF16
 
 E, H, F = 16, 256, 128
 ONE_EXPERT = 3 * H * F * 2  # bytes
-
-
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(H, F, bias=False, dtype=BF16) for _ in range(2))
-        self.w2 = nn.Linear(F, H, bias=False, dtype=BF16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(silu(self.w1(x)) * self.w3(x))
 
 
 class GroupedExperts(nn.Module):
@@ -72,7 +63,7 @@ def test_peak_bytes_sees_what_is_held() -> None:
 @pytest.mark.parametrize(("weights", "nbytes"), [(None, 2), ("fp8", 4)])
 def test_lists(weights: Any, nbytes: int) -> None:
     """A copy of the parameters is made, of which FP8 weights are then quantized."""
-    experts = nn.ModuleList(Expert() for _ in range(E))
+    experts = nn.ModuleList(Expert(H, F, dtype=BF16) for _ in range(E))
     recipe = Float8BlockScaling()
     peak = peak_bytes(lambda: GroupedMLP.from_experts(experts, recipe=recipe, weights=weights))
     size = nbytes * sum(p.numel() for p in experts.parameters())

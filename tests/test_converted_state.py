@@ -4,7 +4,6 @@ T tokens, E experts, H features of a token, F features of an expert.
 """
 
 import copy
-import io
 import sys
 from functools import partial
 from pathlib import Path
@@ -196,18 +195,6 @@ def compute(rank: int, model: Any, expected: Tensor) -> None:
 def test_spawned_workers() -> None:
     model = converted("mixtral", "fp8")
     join(mp.spawn(compute, (model, logits(model)), join=False), CHECK_SECONDS)
-
-
-def test_unpickled_here() -> None:
-    """A copy keeps its class, and the name that it has is registered once."""
-    model, file = converted("mixtral"), io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    ours, theirs = (m.model.layers[0].mlp.experts for m in (model, loaded))
-    assert type(ours) is type(theirs)
-    assert torch.equal(logits(loaded), logits(model))
-    assert_same_tensors(loaded.state_dict(), model.state_dict())
 
 
 # --- two processes -------------------------------------------------------------------------------

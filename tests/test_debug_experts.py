@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from grouped_linear import (
     DelayedScaling,
@@ -27,7 +26,7 @@ from grouped_linear import (
 from grouped_linear.debugging import fake_quantize
 from support import reference
 from support.compare import assert_same_bits
-from support.experts import GroupedExperts
+from support.experts import FusedExperts, GroupedExperts
 from support.recipes import RECIPES
 
 E, H, F = 4, 128, 144
@@ -35,35 +34,10 @@ COUNTS = (16, 0, 140, 2)
 FP8 = Float8BlockScaling()
 
 
-def one_by_one(x: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    rows = x.split(counts.long().tolist())
-    return torch.cat(
-        [(silu(t @ gate[e].T) * (t @ up[e].T)) @ down[e].T for e, t in enumerate(rows)]
-    )
-
-
-class ThreeTensors(GroupedExperts):
-    def __init__(self) -> None:
-        super().__init__(E, H, F)
-
-
-class TwoTensors(nn.Module):
-    """As torchtitan's override that fuses gate and up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w13 = nn.Parameter(torch.randn(E, F, 2, H) / H**0.5)
-        self.w2_EDF = nn.Parameter(torch.randn(E, H, F) / F**0.5)
-
-    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        gate_up = self.w13[:, :, 0], self.w13[:, :, 1]
-        return one_by_one(x_RD, num_tokens_per_expert_E, *gate_up, self.w2_EDF)
-
-
 class Layers(nn.Module):
     def __init__(self, experts: Any) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(experts() for _ in range(2))
+        self.layers = nn.ModuleList(experts(E, H, F) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -98,7 +72,7 @@ def loss_of(model: Any) -> Tensor:
     return model(input_ids=tokens, labels=tokens).loss
 
 
-WEIGHTS = {ThreeTensors: ("w1", "w3", "w2"), TwoTensors: ("w13", "w2_EDF")}
+WEIGHTS = {GroupedExperts: ("w1", "w3", "w2"), FusedExperts: ("w13", "w2_EDF")}
 
 
 @pytest.mark.parametrize("name", ["none", "block", "delayed"])
@@ -138,7 +112,7 @@ def test_watch_experts_in_one_module(experts: Any, name: str) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["block", "mxfp8", "delayed"])
 def test_compare_experts_in_one_module(name: str, compiled: bool) -> None:
-    model, x = layers(ThreeTensors, RECIPES[name]), rows()
+    model, x = layers(GroupedExperts, RECIPES[name]), rows()
     plain = copy.deepcopy(model)
     plain(x).square().sum().backward()
     roles = name == "block"

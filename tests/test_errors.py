@@ -1,15 +1,23 @@
-"""Mistakes that no page holds: other forms of an op's arguments, lists without a tensor."""
+"""What ops refuse: by one sentence, from fake tensors, meta tensors, CPU and CUDA."""
 
 import pytest
 import torch
 
 from grouped_linear import ops
+from support.changes import changes
 from support.devices import devices
-from support.errors import GROUPS_3, assert_refused
-from support.mistakes import offs
-from support.reference import E4M3, E5M2
-from support.samples import make
-from support.tensors import BF16, FP32
+from support.errors import GROUPS_3, assert_alike
+from support.ops import OPS, PAGES
+from support.samples import of_every_kind
+from support.tensors import BF16
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_refused(op: str) -> None:
+    samples = of_every_kind(op, GROUPS_3, BF16)
+    assert_alike(changes(samples))
+    for mistake in PAGES[op].mistakes:
+        assert_alike([(samples[0], mistake)])
 
 
 def test_lists_without_a_tensor() -> None:
@@ -27,44 +35,3 @@ def test_sort_of_too_many_choices(device: str) -> None:
     assert str(error.value) == (
         "sort_by_expert: experts must have at most 2147483519 choices, got 2147483648"
     )
-
-
-def test_grouped_scaled_mm_per_group() -> None:
-    good = make("grouped_scaled_mm", GROUPS_3, BF16, per_group=E5M2)
-    a, b = good["a"], good["b"]
-    mistakes = [
-        {"a": a[0]},
-        {"a": a.to(BF16)},
-        {"a": a[:, :24], "b": b[:, :24]},
-        {"b": b.to(E5M2)},
-        {"b": b[:, :128]},
-        {"scale_a": torch.ones(3, dtype=BF16)},
-        {"scale_a": torch.ones(2)},
-        {"scale_a": torch.ones(2, 12)},
-        {"scale_b": torch.ones(3, 1, 2)},
-        {"scale_b": torch.ones(3, dtype=torch.float64)},
-        {"scale_b": torch.ones(4)},
-        {"offs": offs(2)},
-    ]
-    assert_refused(good, mistakes)
-
-
-def test_grouped_scaled_mm_wgrad_per_group() -> None:
-    good = make("grouped_scaled_mm_wgrad", GROUPS_3, BF16, per_group=E5M2)
-    dy_t, x_t = good["dy_t"], good["x_t"]
-    mistakes = [
-        {"dy_t": dy_t[0]},
-        {"dy_t": dy_t.to(FP32)},
-        {"dy_t": dy_t[:, :, :64]},
-        {"dy_t": dy_t[:, :24]},
-        {"x_t": x_t[0]},
-        {"x_t": x_t.view(torch.uint8).view(E5M2)},
-        {"x_t": x_t[:1]},
-        {"scale_dy_t": torch.ones(3, dtype=BF16)},
-        {"scale_dy_t": torch.ones(2)},
-        {"scale_dy_t": torch.ones(dy_t.shape[:2])},
-        {"scale_x_t": torch.ones(x_t.shape[:2])},
-        {"scale_x_t": torch.ones(4)},
-        {"offs": offs(2)},
-    ]
-    assert_refused(good.but(x_t=x_t.view(E4M3)), mistakes)

@@ -27,6 +27,7 @@ from grouped_linear import (
 from support.compare import assert_same_bits, assert_same_tensors
 from support.devices import devices
 from support.errors import sentence
+from support.experts import Expert
 from support.ops import OPS
 from support.processes import PROCESSES, Checks, Passes
 from support.tensors import BF16, DTYPES, FP32
@@ -34,19 +35,7 @@ from support.tensors import BF16, DTYPES, FP32
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 E, H, F = 4, 32, 48
 COUNTS = [16, 0, 32, 2]
-W, PROJ = ("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")
-
-
-class Expert(nn.Module):
-    def __init__(self, names: tuple[str, str, str] = W, act: Any = silu, **options: Any) -> None:
-        super().__init__()
-        self.names, self.act = names, act
-        for name, sizes in zip(names, ((H, F), (H, F), (F, H)), strict=True):
-            self.add_module(name, nn.Linear(*sizes, **({"bias": False} | options)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up, down = (self.get_submodule(name) for name in self.names)
-        return down(self.act(gate(x)) * up(x))
+PROJ = "gate_proj", "up_proj", "down_proj"
 
 
 class Exchanged(Expert):

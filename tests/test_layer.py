@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
     GroupedLinear,
-    GroupedMLP,
     MXFP8BlockScaling,
     Recipe,
     grouped_linear,
@@ -26,9 +25,7 @@ from support import reference
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits, bits, tail_is_zero, within
 from support.devices import devices
-from support.errors import sentence
 from support.groups import GROUPS, Groups
-from support.layers import linear_of
 from support.ops import OPS
 from support.recipes import MORE_RECIPES, scheme_of, state_for
 from support.saved import saved_tensors
@@ -130,50 +127,6 @@ def test_bias_of_another_dtype(
     assert_all_same_bits(actual, expected)
     assert db.dtype == other
     assert_same_bits(db.to(BF16), db_cast.to(BF16))  # one float32 sum, rounded once to each
-
-
-@DEVICES
-@RECIPES
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64], ids=str)
-def test_bias_that_would_lose_by_a_cast(
-    dtype: torch.dtype, recipe: Recipe | None, device: str
-) -> None:
-    x, w = rows(SMALL, SMALL.K, BF16).to(device), weight(SMALL, BF16).to(device)
-    m_splits, state = list(SMALL.m_splits), state_for(recipe, SMALL.E, device)
-    options: dict[str, Any] = {"recipe": recipe, "device": device}
-    layer = GroupedLinear(SMALL.E, SMALL.K, SMALL.N, **options)
-    returning = linear_of(SMALL.E, SMALL.K, SMALL.N, return_bias=True, **options)
-    b = torch.ones(SMALL.E, SMALL.N, dtype=dtype, device=device)
-    layer.bias = returning.bias = nn.Parameter(b, requires_grad=False)
-    said = {
-        "layer": sentence(lambda: layer(x, m_splits)),
-        "return_bias": sentence(lambda: returning(x, m_splits)),
-        "function": sentence(lambda: grouped_linear(x, w, m_splits, b, recipe, state)),
-    }
-    expected = (
-        "grouped_linear: bias must be bfloat16, float16 or float32, "
-        f"got {str(dtype).removeprefix('torch.')}: cast it, or the layer, as layer.float() does"
-    )
-    assert said == dict.fromkeys(said, expected)
-
-
-@DEVICES
-@RECIPES
-@pytest.mark.parametrize("shape", [(), (0,), (5, 0), (2, 3, 0)], ids=str)
-def test_x_without_features(shape: tuple[int, ...], recipe: Recipe | None, device: str) -> None:
-    layer = GroupedLinear(2, 16, 32, recipe=recipe, device=device)
-    mlp = GroupedMLP(2, 16, 32, recipe=recipe, device=device)
-    x, state = torch.ones(shape, device=device), state_for(recipe, 2, device)
-    chosen = torch.zeros(*shape[:-1], 1, device=device)
-    said = [
-        sentence(lambda: layer(x, [2, 3])),
-        sentence(lambda: grouped_linear(x, layer.weight, [2, 3], None, recipe, state)),
-        sentence(lambda: mlp(x, chosen, chosen.long())),
-    ]
-    assert said == [
-        f"{op}: x must have a last dimension of a positive multiple of 16, got shape {list(shape)}"
-        for op in ("grouped_linear", "grouped_linear", "grouped_mlp")
-    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

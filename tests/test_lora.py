@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import dropout
@@ -37,9 +38,9 @@ from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support import reference
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
-from support.errors import sentence
+from support.errors import said
 from support.layers import with_numbers_in_adapters
-from support.mlp import E, F, H, near, run
+from support.mlp import E, F, H, near, run, truth
 from support.ops import OPS
 from support.recipes import MORE_RECIPES, RECIPES, scheme_of
 from support.saved import saved_tensors
@@ -192,23 +193,16 @@ def test_materialized_weight(dtype: torch.dtype, rank: int, device: str) -> None
         w, w2, _, _, *tensors = rest
         return grouped_mlp(x, scores, experts, w, w2, **adapters_of(tuple(tensors)))
 
-    def truth(scores: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    def exact_call(scores: Tensor, x: Tensor, *rest: Any) -> Tensor:
         w, w2, _, _, a, b, a2, b2 = rest
-        w, w2 = w + SCALING * b @ a, w2 + SCALING * b2 @ a2
-        y = x.new_zeros(x.shape)
-        for c in range(EXPERTS.size(1)):
-            for e in range(E):
-                rows = (EXPERTS[:, c] == e).nonzero()[:, 0]
-                gate, up = (x[rows] @ w[e].T).chunk(2, dim=1)
-                out = (torch.nn.functional.silu(gate) * up) @ w2[e].T
-                y = y.index_add(0, rows, scores[rows, c, None] * out)
-        return y
+        mlp = truth(EXPERTS, reference.swiglu)
+        return mlp(x, scores, w + SCALING * b @ a, w2 + SCALING * b2 @ a2)
 
     actual = run(call, [scores, *leaves])
     of_double = [
         None if t is None else t.detach().double().cpu().requires_grad_() for t in (scores, *leaves)
     ]
-    expected = run(truth, of_double)
+    expected = run(exact_call, of_double)
     near(actual, expected, {FP32: 1e-5, BF16: 2e-2, FP16: 3e-3}[dtype])
 
 
@@ -674,68 +668,42 @@ def mlp_with_adapter(a: Tensor, b: Tensor) -> Tensor:
 
 FITTING: Any = torch.ones(2, 4, 16)
 WRONG: Any = (1, 2)
-MISTAKES: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
-    "Lora: rank must be an integer from 1 to 256, got 0": (ValueError, lambda: Lora(0)),
-    "Lora: alpha must be None or a finite number, got nan": (
-        ValueError,
-        lambda: Lora(4, float("nan")),
-    ),
-    "Lora: dropout must be at least 0 and less than 1, got 1": (
-        ValueError,
-        lambda: Lora(4, dropout=1),
-    ),
-    "Lora: dtype must be None, bfloat16, float16 or float32, got torch.float64": (
-        ValueError,
-        lambda: Lora(4, dtype=torch.float64),
-    ),
-    "GroupedLinear: lora must be None or a grouped_linear.Lora, got (1, 2)": (
-        ValueError,
-        lambda: GroupedLinear(2, 16, 16, lora=WRONG),
-    ),
-    "GroupedMLP: lora may have adapters for gate_up_proj and down_proj, got 'up_proj'": (
-        ValueError,
-        lambda: GroupedMLP(2, 16, 16, lora={"up_proj": Lora(4)}),
-    ),
-    "grouped_linear: lora must be None or a LoraWeights, got tuple": (
-        TypeError,
-        lambda: grouped_linear(FITTING[:, 0], FITTING, [1, 1], lora=WRONG),
-    ),
-    "grouped_linear: lora must be a [2, r, 16] and b [2, 32, r] with r from 1 to 256, as weight is "
-    "[2, 32, 16], got [2, 4, 16] and [2, 16, 4]": (
-        RuntimeError,
-        lambda: with_adapter(FITTING, torch.ones(2, 16, 4), N=32),
-    ),
-    "grouped_linear: lora.a must be a tensor, got NoneType": (
-        TypeError,
-        lambda: with_adapter(None),
-    ),
-    "grouped_linear: lora.a is on meta, x is on cpu": (
-        RuntimeError,
-        lambda: with_adapter(FITTING.to("meta")),
-    ),
-    "grouped_linear: lora.scaling must be a finite number, got None": (
-        ValueError,
-        lambda: with_adapter(FITTING, scaling=None),
-    ),
-    "grouped_linear: lora.scaling must be a finite number, got nan": (
-        ValueError,
-        lambda: with_adapter(FITTING, scaling=float("nan")),
-    ),
-    "grouped_linear: lora.dropout must be at least 0 and less than 1, got '0.1'": (
-        ValueError,
-        lambda: with_adapter(FITTING, dropout="0.1"),
-    ),
-    "grouped_mlp: down_lora must be a [2, r, 32] and b [2, 16, r] with r from 1 to 256, as "
-    "down_proj is [2, 16, 32], got [2, 4, 16] and [2, 64, 4]": (
-        RuntimeError,
-        lambda: mlp_with_adapter(FITTING, torch.ones(2, 64, 4)),
-    ),
-    "grouped_linear: lora.a must be bfloat16, float16 or float32, got float64: cast it, or the "
-    "layer, as layer.float() does": (RuntimeError, lambda: with_adapter(FITTING.double())),
-}
+MISTAKES: list[Callable[[], Any]] = [
+    lambda: Lora(0),
+    lambda: Lora(4, float("nan")),
+    lambda: Lora(4, dropout=1),
+    lambda: Lora(4, dtype=torch.float64),
+    lambda: GroupedLinear(2, 16, 16, lora=WRONG),
+    lambda: GroupedMLP(2, 16, 16, lora={"up_proj": Lora(4)}),
+    lambda: grouped_linear(FITTING[:, 0], FITTING, [1, 1], lora=WRONG),
+    lambda: with_adapter(FITTING, torch.ones(2, 16, 4), N=32),
+    lambda: with_adapter(None),
+    lambda: with_adapter(FITTING.to("meta")),
+    lambda: with_adapter(FITTING, scaling=None),
+    lambda: with_adapter(FITTING, scaling=float("nan")),
+    lambda: with_adapter(FITTING, dropout="0.1"),
+    lambda: mlp_with_adapter(FITTING, torch.ones(2, 64, 4)),
+    lambda: with_adapter(FITTING.double()),
+]
 
 
 def test_mistakes() -> None:
-    """One sentence says what is wrong."""
-    for expected, (kind, call) in MISTAKES.items():
-        assert sentence(call, (kind,)) == expected
+    assert_expected_inline(
+        said(MISTAKES),
+        """\
+ValueError: Lora: rank must be an integer from 1 to 256, got 0
+ValueError: Lora: alpha must be None or a finite number, got nan
+ValueError: Lora: dropout must be at least 0 and less than 1, got 1
+ValueError: Lora: dtype must be None, bfloat16, float16 or float32, got torch.float64
+ValueError: GroupedLinear: lora must be None or a grouped_linear.Lora, got (1, 2)
+ValueError: GroupedMLP: lora may have adapters for gate_up_proj and down_proj, got 'up_proj'
+TypeError: grouped_linear: lora must be None or a LoraWeights, got tuple
+RuntimeError: grouped_linear: lora must be a [2, r, 16] and b [2, 32, r] with r from 1 to 256, as weight is [2, 32, 16], got [2, 4, 16] and [2, 16, 4]
+TypeError: grouped_linear: lora.a must be a tensor, got NoneType
+RuntimeError: grouped_linear: lora.a is on meta, x is on cpu
+ValueError: grouped_linear: lora.scaling must be a finite number, got None
+ValueError: grouped_linear: lora.scaling must be a finite number, got nan
+ValueError: grouped_linear: lora.dropout must be at least 0 and less than 1, got '0.1'
+RuntimeError: grouped_mlp: down_lora must be a [2, r, 32] and b [2, 16, r] with r from 1 to 256, as down_proj is [2, 16, 32], got [2, 4, 16] and [2, 64, 4]
+RuntimeError: grouped_linear: lora.a must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does""",  # noqa: E501
+    )

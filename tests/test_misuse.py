@@ -178,28 +178,17 @@ def test_configurations() -> None:
     mistakes = [
         lambda: Float8BlockScaling(amax_epsilon=-1.0),
         lambda: Float8BlockScaling(amax_epsilon=float("nan")),
-        lambda: Float8BlockScaling(amax_epsilon=float("inf")),
         lambda: Float8BlockScaling(wgrad=torch.float32),
-        lambda: Float8BlockScaling(wgrad="bf16"),  # type: ignore[arg-type]
-        lambda: Float8CurrentScaling(amax_epsilon=-0.5),
         lambda: Float8CurrentScaling(gradient_dtype=torch.bfloat16),
-        lambda: Float8BlockScaling(amax_epsilon="no"),  # type: ignore[arg-type]
         lambda: Float8BlockScaling(share_x_scales="no"),  # type: ignore[arg-type]
-        lambda: Float8BlockScaling(power_of_two_scales=1),  # type: ignore[arg-type]
-        lambda: Float8BlockScaling(requantize_weights="no"),  # type: ignore[arg-type]
-        lambda: Float8CurrentScaling(power_of_two_scales=0),  # type: ignore[arg-type]
         lambda: Float8CurrentScaling(requantize_weights="no"),  # type: ignore[arg-type]
-        lambda: Float8CurrentScaling(gradient_dtype="e4m3"),  # type: ignore[arg-type]
         lambda: DelayedScaling(margin="1"),  # type: ignore[arg-type]
         lambda: DelayedScaling(amax_history_len=2.5),  # type: ignore[arg-type]
-        lambda: DelayedScaling(margin=-1),
         lambda: DelayedScaling(margin=65),
         lambda: DelayedScaling(amax_history_len=0),
         lambda: DelayedScaling(amax_compute_algo="mean"),  # type: ignore[arg-type]
         layer(num_experts=0),
-        layer(num_experts=1025),
         layer(in_features=24),
-        layer(in_features=0),
         layer(out_features=-16),
     ]
     for mistake in mistakes:
@@ -210,28 +199,17 @@ def test_configurations() -> None:
         """\
 Float8BlockScaling: amax_epsilon must be finite and not negative, got -1
 Float8BlockScaling: amax_epsilon must be finite and not negative, got nan
-Float8BlockScaling: amax_epsilon must be finite and not negative, got inf
 Float8BlockScaling: wgrad must be float8_e4m3fn, bfloat16 or float16, got float32
-Float8BlockScaling: wgrad must be float8_e4m3fn, bfloat16 or float16, got 'bf16'
-Float8CurrentScaling: amax_epsilon must be finite and not negative, got -0.5
 Float8CurrentScaling: gradient_dtype must be float8_e4m3fn or float8_e5m2, got bfloat16
-Float8BlockScaling: amax_epsilon must be finite and not negative, got 'no'
 Float8BlockScaling: share_x_scales must be True or False, got 'no'
-Float8BlockScaling: power_of_two_scales must be True or False, got 1
-Float8BlockScaling: requantize_weights must be True or False, got 'no'
-Float8CurrentScaling: power_of_two_scales must be True or False, got 0
 Float8CurrentScaling: requantize_weights must be True or False, got 'no'
-Float8CurrentScaling: gradient_dtype must be float8_e4m3fn or float8_e5m2, got 'e4m3'
 DelayedScaling: margin must be an integer, got '1'
 DelayedScaling: amax_history_len must be an integer, got 2.5
-DelayedScaling: margin must be between 0 and 64, got -1
 DelayedScaling: margin must be between 0 and 64, got 65
 DelayedScaling: amax_history_len must be positive, got 0
 DelayedScaling: amax_compute_algo must be 'max' or 'most_recent', got 'mean'
 GroupedLinear: num_experts must be between 1 and 1024, got 0
-GroupedLinear: num_experts must be between 1 and 1024, got 1025
 GroupedLinear: in_features must be a positive multiple of 16, got 24
-GroupedLinear: in_features must be a positive multiple of 16, got 0
 GroupedLinear: out_features must be a positive multiple of 16, got -16""",
     )
 

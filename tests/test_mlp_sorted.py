@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -26,7 +27,7 @@ from grouped_linear.ops.activation import Activation
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
-from support.errors import sentence
+from support.errors import said
 from support.graphs import STRICT_GRAPHS
 from support.mlp import E, F, H, biases_of, run, states_of
 from support.mlp import leaves_of as drawn_leaves
@@ -199,36 +200,28 @@ def test_caches_and_main_grad(device: str) -> None:
 def test_mistakes() -> None:
     mlp = GroupedMLP(E, H, F)
     x, m_splits = torch.randn(R, H), torch.tensor(SPLITS)
-    op = "grouped_mlp_sorted"
-    mistakes: dict[str, Callable[[], object]] = {
-        f"{op}: x must be [R, H], got shape [2, 75, 144]": (
-            lambda: mlp.forward_sorted(x.view(2, 75, H), m_splits)
-        ),
-        f"{op}: E differs: m_splits, the rows of each expert, has 4, gate_up_proj 5": (
-            lambda: mlp.forward_sorted(x, m_splits[1:])
-        ),
-        f"{op}: m_splits must be a tensor or a list, the rows of each group, got 7": (
-            lambda: mlp.forward_sorted(x, 7)  # type: ignore[arg-type]
-        ),
-        f"{op}: row_weights must be [150], one of each row, got [149]": (
-            lambda: mlp.forward_sorted(x, m_splits, torch.ones(R - 1))
-        ),
-        f"{op}: gate_up_proj must be [E, 2 F, 128], as x has 128 features, got [5, 160, 144]": (
-            lambda: mlp.forward_sorted(x[:, :128], m_splits)
-        ),
-        f"{op}: x is bfloat16, gate_up_proj float32: cast one of them, or use torch.autocast": (
-            lambda: mlp.forward_sorted(x.bfloat16(), m_splits)
-        ),
-        f"{op}: activation must be a SwiGLU or an Activation, got None": (
-            lambda: grouped_mlp_sorted(x, m_splits, *mlp.parameters(), activation=None)  # type: ignore[arg-type]
-        ),
-        f"{op}: state must be two DelayedScalingStates under a recipe that has a state, and None "
-        f"under another, got recipe {DelayedScaling()} and state None": (
-            lambda: grouped_mlp_sorted(x, m_splits, *mlp.parameters(), recipe=DelayedScaling())
-        ),
-    }
-    kinds = (RuntimeError, ValueError, TypeError)
-    assert {s: sentence(call, kinds) for s, call in mistakes.items()} == {s: s for s in mistakes}
+    mistakes = [
+        lambda: mlp.forward_sorted(x.view(2, 75, H), m_splits),
+        lambda: mlp.forward_sorted(x, m_splits[1:]),
+        lambda: mlp.forward_sorted(x, 7),
+        lambda: mlp.forward_sorted(x, m_splits, torch.ones(R - 1)),
+        lambda: mlp.forward_sorted(x[:, :128], m_splits),
+        lambda: mlp.forward_sorted(x.bfloat16(), m_splits),
+        lambda: grouped_mlp_sorted(x, m_splits, *mlp.parameters(), activation=None),
+        lambda: grouped_mlp_sorted(x, m_splits, *mlp.parameters(), recipe=DelayedScaling()),
+    ]
+    assert_expected_inline(
+        said(mistakes),
+        """\
+RuntimeError: grouped_mlp_sorted: x must be [R, H], got shape [2, 75, 144]
+RuntimeError: grouped_mlp_sorted: E differs: m_splits, the rows of each expert, has 4, gate_up_proj 5
+TypeError: grouped_mlp_sorted: m_splits must be a tensor or a list, the rows of each group, got 7
+RuntimeError: grouped_mlp_sorted: row_weights must be [150], one of each row, got [149]
+RuntimeError: grouped_mlp_sorted: gate_up_proj must be [E, 2 F, 128], as x has 128 features, got [5, 160, 144]
+RuntimeError: grouped_mlp_sorted: x is bfloat16, gate_up_proj float32: cast one of them, or use torch.autocast
+ValueError: grouped_mlp_sorted: activation must be a SwiGLU or an Activation, got None
+ValueError: grouped_mlp_sorted: state must be two DelayedScalingStates under a recipe that has a state, and None under another, got recipe DelayedScaling() and state None""",  # noqa: E501
+    )
 
 
 @DEVICES

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedMLP, Recipe
 from support.compare import assert_same_bits
-from support.errors import sentence
 from support.recipes import RECIPES as EVERY_RECIPE
-from support.tensors import BF16, FP16, FP32
 
 RECIPES = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
 
@@ -48,19 +46,6 @@ def test_configuration_is_read_only() -> None:
         mlp.recipe = Float8BlockScaling()
 
 
-def test_a_recipe_in_bias_place() -> None:
-    assert sentence(lambda: GroupedLinear(3, 16, 32, Float8BlockScaling())) == (
-        f"GroupedLinear: bias must be True or False, got {Float8BlockScaling()!r}"
-    )
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_dtype(dtype: torch.dtype) -> None:
-    layer = make_layer(dtype=dtype)
-    assert {p.dtype for p in layer.parameters()} == {dtype}
-    assert call(layer).dtype == dtype
-
-
 @RECIPES
 def test_meta_device(recipe: Recipe | None) -> None:
     torch.manual_seed(5)
@@ -76,9 +61,3 @@ def test_meta_device(recipe: Recipe | None) -> None:
     layer.reset_parameters()
     assert_same_bits(call(layer), call(expected))
     assert all(p.requires_grad for p in layer.parameters())
-
-
-def test_module_moves_dtype() -> None:
-    layer = make_layer().to(BF16)
-    assert call(layer).dtype == BF16
-    assert {p.dtype for p in layer.half().parameters()} == {FP16}

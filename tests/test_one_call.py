@@ -16,7 +16,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.nn.functional import silu
 from torch.nn.utils import parametrize, prune
 from transformers import FineGrainedFP8Config
 
@@ -30,7 +29,7 @@ from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_bits, assert_same_tensors
 from support.documents import models
 from support.errors import sentence
-from support.experts import GroupedExperts
+from support.experts import Expert, GroupedExperts
 from support.fresh import assert_fresh
 from support.hugging_face import AnyConfig, tiny
 from support.tensors import BF16
@@ -57,23 +56,6 @@ def gpt_oss() -> Any:
 def logits(model: Any) -> Tensor:
     device = next(model.parameters()).device
     return model(torch.arange(24, device=device).view(2, 12)).logits
-
-
-class Expert(nn.Module):
-    def __init__(
-        self,
-        names: tuple[str, str, str] = ("w1", "w3", "w2"),
-        features: int = F,
-        bias: bool = False,
-    ) -> None:
-        super().__init__()
-        self.names = names
-        for name, sizes in zip(names, ((H, features), (H, features), (features, H)), strict=True):
-            self.add_module(name, nn.Linear(*sizes, bias=bias))
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up, down = (self.get_submodule(name) for name in self.names)
-        return down(silu(gate(x)) * up(x))
 
 
 class Block(nn.Module):
@@ -334,18 +316,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {},
         "last.model.layers.0.mlp.experts: down_proj is [4, 32, 72], and kernels take in_features "
         "and out_features that are positive multiples of 16",
-    ),
-    "dtype of Hugging Face experts": (
-        lambda: mixtral().double(),
-        {},
-        "last.model.layers.0.mlp.experts: gate_up_proj must be bfloat16, float16 or float32, got "
-        "float64",
-    ),
-    "features in one module": (
-        lambda: GroupedExperts(E, H, 24),
-        {},
-        "last: w1 is [4, 24, 32], and kernels take in_features and out_features that are positive "
-        "multiples of 16",
     ),
     "dtype in one module": (
         lambda: GroupedExperts(E, H, F).double(),

@@ -3,10 +3,8 @@
 T rows, E groups, K in_features, N out_features.
 """
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import strategies
 
 from support import reference
 from support.check import check
@@ -19,9 +17,6 @@ from support.samples import make
 from support.tensors import BF16, DTYPES, FP16, FP32, special_rows
 
 FP8 = pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-
-
-# --- current scaling -----------------------------------------------------------------------------
 
 
 # --- delayed scaling -----------------------------------------------------------------------------
@@ -72,9 +67,6 @@ def test_update_scales_of_a_whole_model(device: str) -> None:
     )
 
 
-# --- MXFP8 ---------------------------------------------------------------------------------------
-
-
 # --- any rows ------------------------------------------------------------------------------------
 
 ROW_OPS = ("group_quantize_current", "group_quantize_delayed", "group_quantize_mx")
@@ -84,15 +76,6 @@ def check_mx(sample: Sample, device: str) -> None:
     """group_quantize_mx and group_round_mx on the same arguments."""
     check(sample, device)
     check(Sample("group_round_mx", sample.arguments), device)
-
-
-@pytest.mark.parametrize("device", devices(*ROW_OPS, "group_round_mx"))
-@pytest.mark.parametrize("groups", WIDE.values(), ids=WIDE)
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("op", [*ROW_OPS, "group_round_mx"])
-def test_wide_rows(op: str, dtype: torch.dtype, groups: Groups, device: str) -> None:
-    options = {"columnwise": True, "bias_grad": True}
-    check(make(op, groups, dtype, **options), device)
 
 
 @pytest.mark.parametrize("device", devices("quantize_weight_current", "quantize_weight_delayed"))
@@ -147,32 +130,6 @@ def test_every_16_bit_number(dtype: torch.dtype, fp8: torch.dtype, device: str) 
         given = {"scale": torch.tensor([scale]), "amax": torch.zeros(1), "out_dtype": fp8}
         check(Sample("group_quantize_delayed", rows | given), device)
     check_mx(Sample("group_quantize_mx", rows), device)
-
-
-@hypothesis.given(data=strategies.data())
-@pytest.mark.parametrize("device", devices(*ROW_OPS, "quantize_weight_current"))
-def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
-    m_splits = data.draw(strategies.lists(strategies.integers(0, 140), min_size=1, max_size=5))
-    spare, features = data.draw(strategies.integers(0, 9)), data.draw(strategies.integers(1, 18))
-    groups = Groups(tuple(m_splits), sum(m_splits) + spare, K=16 * features, N=32)
-    exponents = data.draw(strategies.sampled_from([1, 10, 30]))
-    seed, pow2 = data.draw(strategies.integers(0, 99)), data.draw(strategies.booleans())
-    epsilon = data.draw(strategies.sampled_from([0.0, 1e-12, 0.1, 1000.0]))
-    dtype = data.draw(strategies.sampled_from(DTYPES))
-    fp8 = data.draw(strategies.sampled_from([E4M3, E5M2]))
-
-    torch.manual_seed(seed)
-    options = {"amax_epsilon": epsilon, "power_of_two_scales": pow2}
-    rows = {"columnwise": True, "bias_grad": True}
-    sample = make("group_quantize_current", groups, dtype, fp8=fp8, **rows, **options)
-    x_TK = sample["x"]
-    if dtype != FP16:
-        x_TK = x_TK * torch.randn_like(x_TK).mul(exponents).clamp(max=100).exp2()
-    check(sample.but(x=x_TK), device)
-    delayed = make("group_quantize_delayed", groups, dtype, fp8=fp8, **rows)
-    check(delayed.but(x=x_TK), device)
-    check_mx(make("group_quantize_mx", groups, dtype, **rows).but(x=x_TK), device)
-    check(make("quantize_weight_current", groups, dtype, **options), device)
 
 
 # --- weights that are kept -----------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Quantization: the bytes and scales of the reference, bit for bit."""
 
+from typing import Any
+
 import hypothesis
 import pytest
 import torch
@@ -22,6 +24,15 @@ SCALINGS = [
     for pow2 in (True, False)
     for eps in (0.0, 0.25)
 ]
+
+
+ROW_OPS = (
+    "group_quantize_current",
+    "group_quantize_delayed",
+    "group_quantize_mx",
+    "group_round_mx",
+)
+SUMMING = ("group_quantize", *ROW_OPS)
 
 
 # --- samples -------------------------------------------------------------------------------------
@@ -49,13 +60,15 @@ def test_options_of_group_quantize(scaling: Scaling, device: str) -> None:
                     assert result.shape == (0,)
 
 
-@pytest.mark.parametrize("device", devices("group_quantize"))
+@pytest.mark.parametrize("device", devices(*SUMMING))
 @pytest.mark.parametrize("groups", WIDE.values(), ids=WIDE)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("share_scales", [False, True], ids=["own", "shared"])
-def test_wide_rows(share_scales: bool, groups: Groups, dtype: torch.dtype, device: str) -> None:
-    sample = make("group_quantize", groups, dtype, columnwise=True, share_scales=share_scales)
-    check(sample, device)
+@pytest.mark.parametrize("op", [*SUMMING, "shared"])
+def test_wide_rows(op: str, dtype: torch.dtype, groups: Groups, device: str) -> None:
+    options: dict[str, Any] = {"columnwise": True, "bias_grad": True}
+    if op == "shared":
+        op, options = "group_quantize", {"columnwise": True, "share_scales": True}
+    check(make(op, groups, dtype, **options), device)
 
 
 def squares_of_every_kind(T: int) -> torch.Tensor:
@@ -124,15 +137,6 @@ def test_last_block_of_a_group_is_zero_filled(device: str) -> None:
     for block, size in enumerate((3, 128, 2, 40)):
         assert (q_t[block, :, :size] != 0).any()
         assert (q_t[block, :, size:] == 0).all()
-
-
-SUMMING = (
-    "group_quantize",
-    "group_quantize_current",
-    "group_quantize_delayed",
-    "group_quantize_mx",
-    "group_round_mx",
-)
 
 
 @pytest.mark.parametrize("device", devices(*SUMMING, "grouped_bias_grad"))
@@ -250,7 +254,7 @@ def test_bytes_do_not_depend_on_size(K: int, dtype: torch.dtype, device: str) ->
 
 
 @hypothesis.given(data=strategies.data())
-@pytest.mark.parametrize("device", devices("group_quantize", "quantize_weight"))
+@pytest.mark.parametrize("device", devices("group_quantize", "quantize_weight", *ROW_OPS))
 def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
     m_splits = data.draw(strategies.lists(strategies.integers(0, 140), min_size=1, max_size=5))
     spare, features = data.draw(strategies.integers(0, 9)), data.draw(strategies.integers(1, 18))
@@ -260,17 +264,25 @@ def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
     epsilon = data.draw(strategies.sampled_from([0.0, 1e-12, 0.1, 1000.0]))
     share_scales = data.draw(strategies.booleans())
     dtype = data.draw(strategies.sampled_from(DTYPES))
+    fp8 = data.draw(strategies.sampled_from([reference.E4M3, reference.E5M2]))
 
     torch.manual_seed(seed)
     options = {"amax_epsilon": epsilon, "power_of_two_scales": pow2}
-    sample = make("group_quantize", groups, dtype, columnwise=True, bias_grad=True, **options)
+    rows = {"columnwise": True, "bias_grad": True}
+    sample = make("group_quantize", groups, dtype, **rows, **options)
     x_TK = sample["x"]
     if dtype != FP16:
         x_TK = x_TK * torch.randn_like(x_TK).mul(exponents).clamp(max=100).exp2()
     check(sample.but(x=x_TK, share_scales=share_scales), device)
-
-    weight = make("quantize_weight", groups, dtype, **options)
-    check(weight, device)
+    for op, more in (
+        ("group_quantize_current", {"fp8": fp8, **options}),
+        ("group_quantize_delayed", {"fp8": fp8}),
+        ("group_quantize_mx", {}),
+        ("group_round_mx", {}),
+    ):
+        check(make(op, groups, dtype, **rows, **more).but(x=x_TK), device)
+    for op in ("quantize_weight", "quantize_weight_current"):
+        check(make(op, groups, dtype, **options), device)
 
 
 # --- and back ------------------------------------------------------------------------------------

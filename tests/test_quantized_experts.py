@@ -148,18 +148,6 @@ def test_state_dicts_load_bit_for_bit() -> None:
         assert_same_bits(own.down_proj.detach().clone(), theirs.dequantize("down_proj"))
 
 
-def test_frozen_experts_do_not_learn() -> None:
-    model = frozen()
-    expected = logits(model)
-    assert sentence(lambda: convert(model, Float8BlockScaling(), weights="both")) == (
-        "convert: model.layers.0.mlp.experts: the weights are frozen in FP8 and stay so: leave "
-        "weights out, with the recipe Float8BlockScaling(), or load the model in high precision "
-        "(a checkpoint: dequantize=True in its quantization config) and convert that"
-    )
-    convert(model, Float8BlockScaling())  # as it says
-    assert torch.equal(logits(model), expected)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle], ids=["deepcopy", "pickle"])
 def test_copies_are_saved_too(copied: Any, tmp_path: Path) -> None:
     model = frozen()
@@ -167,23 +155,6 @@ def test_copies_are_saved_too(copied: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     files = [load_file(tmp_path / d / "model.safetensors") for d in ("copy", "model")]
     assert_same_tensors(files[0], files[1])
-
-
-def test_mixed_with_high_precision(tmp_path: Path) -> None:
-    """Tensors and configuration say the same, also once the rest is in FP8 as well."""
-    model = model_of("qwen3_moe")
-    for recipes in ({"model.layers.1.*": None}, None):
-        convert(model, Float8BlockScaling(), weights="fp8", recipes=recipes)
-        model.save_pretrained(tmp_path)
-        saved = load_file(tmp_path / "model.safetensors")
-        config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-        for layer in range(2):
-            name = f"model.layers.{layer}.mlp.experts"
-            in_fp8 = layer == 0 or recipes is None
-            assert (name not in config["modules_to_not_convert"]) == in_fp8
-            w = saved[f"{name}.0.up_proj.weight"]
-            assert w.dtype == (torch.float8_e4m3fn if in_fp8 else BF16)
-            assert (f"{name}.0.up_proj.weight_scale_inv" in saved) == in_fp8
 
 
 def test_another_implementation_does_not_read_bytes() -> None:

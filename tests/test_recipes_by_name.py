@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch import nn
 
 from grouped_linear import (
     DelayedScaling,
@@ -17,26 +16,14 @@ from grouped_linear import (
 from grouped_linear.integrations.experts import experts_of
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_bits
+from support.experts import GroupedExperts
 
 FP8 = Float8BlockScaling()
 
 
-class Experts(nn.Module):
-    """Experts in one module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w2, self.w3 = (nn.Parameter(torch.randn(2, 32, 32) / 6) for _ in range(3))
-
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        rows = x.split(num_tokens_per_expert.tolist())
-        weights = zip(rows, self.w1, self.w2, self.w3, strict=True)
-        return torch.cat([(silu(r @ w1.T) * (r @ w3.T)) @ w2.T for r, w1, w2, w3 in weights])
-
-
 def blocks() -> Any:
     torch.manual_seed(0)
-    return nn.ModuleList([Experts(), Experts(), Experts()])
+    return nn.ModuleList(GroupedExperts(2, 32, 32) for _ in range(3))
 
 
 def qwen() -> Any:
@@ -122,7 +109,7 @@ def test_wrong_patterns_and_recipes() -> None:
     assert refused({"1": DelayedScaling()}, weights="fp8").startswith(
         "convert: recipes['1']: weights='fp8' needs the recipe Float8BlockScaling, got Delayed"
     )
-    assert type(model[0]) is Experts
+    assert type(model[0]) is GroupedExperts
     assert model.state_dict().keys() == before.keys()
     with pytest.raises(ValueError, match=r"^convert: DelayedScaling has a state in each layer"):
         convert(qwen(), FP8, recipes={"model.layers.0.*": DelayedScaling()})

@@ -21,6 +21,7 @@ from grouped_linear import (
     SwiGLU,
     update_scales,
 )
+from support.errors import said
 from support.layers import linear_of
 from support.tensors import BF16
 
@@ -48,87 +49,70 @@ def mlp(
 FP8 = {"recipe": Float8BlockScaling()}
 FLAG = torch.zeros(2, dtype=torch.bool)
 # Of either layer.
-MISTAKES: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
-    "numpy x": (TypeError, lambda layer: layer(np.ones((5, K), np.float32))),
-    "x of float64": (RuntimeError, lambda layer: layer(torch.ones(5, K).double())),
-    "x of float64, fp8": (RuntimeError, lambda layer: layer(torch.ones(5, K).double(), **FP8)),
-    "x of bfloat16": (RuntimeError, lambda layer: layer(torch.ones(5, K, dtype=BF16))),
-    "no dimension": (RuntimeError, lambda layer: layer(torch.ones(()))),
-    "flag": (RuntimeError, lambda layer: layer(first=FLAG)),
-    "flag of an integer": (RuntimeError, lambda layer: layer(first=torch.tensor(1))),
-    "flag on meta": (RuntimeError, lambda layer: layer(first=FLAG[0].to("meta"))),
-    "flag without cache": (ValueError, lambda layer: layer(first=True, **FP8)),
-    "empty cache": (RuntimeError, lambda layer: layer(first=False, cache_weights=True, **FP8)),
-    "recipe": (ValueError, lambda layer: layer(recipe="fp8")),
-    "recipe's class": (ValueError, lambda layer: layer(recipe=Float8BlockScaling)),
-    "numpy's True": (ValueError, lambda layer: layer(bias=np.True_)),
-    "cache_weights": (ValueError, lambda layer: layer(cache_weights="no")),
-    "fused": (ValueError, lambda layer: layer(fuse_wgrad_accumulation="no")),
-    "quantized": (ValueError, lambda layer: layer(weights="int8", **FP8)),
-    "dtype": (ValueError, lambda layer: layer(dtype=torch.float64)),
-    "no dtype": (ValueError, lambda layer: layer(dtype="bf16")),
-    "double": (RuntimeError, lambda layer: layer(cast=torch.float64, bias=False)),
-    "flag of text": (RuntimeError, lambda layer: layer(first="yes")),
-    "parameters on meta": (RuntimeError, lambda layer: layer(device="meta")),
-}
+MISTAKES: list[Callable[[Any], Any]] = [
+    lambda layer: layer(np.ones((5, K), np.float32)),
+    lambda layer: layer(torch.ones(5, K).double()),
+    lambda layer: layer(torch.ones(5, K).double(), **FP8),
+    lambda layer: layer(torch.ones(5, K, dtype=BF16)),
+    lambda layer: layer(torch.ones(())),
+    lambda layer: layer(first=FLAG),
+    lambda layer: layer(first=torch.tensor(1)),
+    lambda layer: layer(first=FLAG[0].to("meta")),
+    lambda layer: layer(first=True, **FP8),
+    lambda layer: layer(first=False, cache_weights=True, **FP8),
+    lambda layer: layer(recipe="fp8"),
+    lambda layer: layer(recipe=Float8BlockScaling),
+    lambda layer: layer(bias=np.True_),
+    lambda layer: layer(cache_weights="no"),
+    lambda layer: layer(fuse_wgrad_accumulation="no"),
+    lambda layer: layer(weights="int8", **FP8),
+    lambda layer: layer(dtype=torch.float64),
+    lambda layer: layer(dtype="bf16"),
+    lambda layer: layer(cast=torch.float64, bias=False),
+    lambda layer: layer(first="yes"),
+    lambda layer: layer(device="meta"),
+]
 # Of one of them.
-OTHERS: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
-    "features of x, linear": (RuntimeError, lambda: linear(torch.ones(5, N))),
-    "features of x, mlp": (RuntimeError, lambda: mlp(torch.ones(5, N))),
-    "m_splits 10": (TypeError, lambda: linear(m_splits=10)),
-    "m_splits None": (TypeError, lambda: linear(m_splits=None)),
-    "m_splits of three": (RuntimeError, lambda: linear(m_splits=[1, 2, 2])),
-    "m_splits of text": (TypeError, lambda: linear(m_splits="3052")),
-    "m_splits with text": (TypeError, lambda: linear(m_splits=[2, "3"])),
-    "m_splits of floats": (RuntimeError, lambda: linear(m_splits=[2, 3.0])),
-    "m_splits of flags": (RuntimeError, lambda: linear(m_splits=[True, False])),
-    "m_splits on meta": (
-        RuntimeError,
-        lambda: linear(m_splits=torch.tensor([2, 3], device="meta")),
-    ),
-    "m_splits of rows": (RuntimeError, lambda: linear(m_splits=torch.tensor([[2, 3]]))),
-    "in_features": (ValueError, lambda: linear(in_features=16.0)),
-    "linear's num_experts": (ValueError, lambda: linear(num_experts=2.0)),
-    "linear's num_experts True": (ValueError, lambda: linear(num_experts=True)),
-    "init_method": (ValueError, lambda: linear(init_method="xavier")),
-    "tracker": (ValueError, lambda: linear(get_rng_state_tracker="tracker")),
-    "single": (ValueError, lambda: linear(single_grouped_weight="no")),
-    "params_dtype": (ValueError, lambda: linear(params_dtype=torch.int8)),
-    "activation": (ValueError, lambda: mlp(activation="swiglu")),
-    "activation's class": (ValueError, lambda: mlp(activation=SwiGLU)),
-    "num_experts True": (ValueError, lambda: mlp(num_experts=True)),
-    "max_rows": (ValueError, lambda: mlp(max_rows=2.5)),
-    "experts on meta": (
-        RuntimeError,
-        lambda: mlp(routing=(torch.ones(5, 1), torch.zeros(5, 1, device="meta").long())),
-    ),
-    "hidden_size": (ValueError, lambda: mlp(hidden_size=16.0)),
-    "num_experts": (ValueError, lambda: mlp(num_experts="2")),
-    "no tokens": (RuntimeError, lambda: mlp(routing=(torch.ones(4, 1), torch.zeros(4, 1).long()))),
-    "numpy scores": (TypeError, lambda: mlp(routing=(np.ones((5, 1)), torch.zeros(5, 1).long()))),
-    "numpy experts": (TypeError, lambda: mlp(routing=(torch.ones(5, 1), np.zeros((5, 1), int)))),
-}
-
-
-def said(kind: type[Exception], call: Callable[[], Any]) -> str:
-    with pytest.raises(kind) as error:
-        call()
-    assert type(error.value) is kind
-    return f"{kind.__name__}: {error.value}"
+OTHERS: list[Callable[[], Any]] = [
+    lambda: linear(torch.ones(5, N)),
+    lambda: mlp(torch.ones(5, N)),
+    lambda: linear(m_splits=10),
+    lambda: linear(m_splits=None),
+    lambda: linear(m_splits=[1, 2, 2]),
+    lambda: linear(m_splits="3052"),
+    lambda: linear(m_splits=[2, "3"]),
+    lambda: linear(m_splits=[2, 3.0]),
+    lambda: linear(m_splits=[True, False]),
+    lambda: linear(m_splits=torch.tensor([2, 3], device="meta")),
+    lambda: linear(m_splits=torch.tensor([[2, 3]])),
+    lambda: linear(in_features=16.0),
+    lambda: linear(num_experts=2.0),
+    lambda: linear(num_experts=True),
+    lambda: linear(init_method="xavier"),
+    lambda: linear(get_rng_state_tracker="tracker"),
+    lambda: linear(single_grouped_weight="no"),
+    lambda: linear(params_dtype=torch.int8),
+    lambda: mlp(activation="swiglu"),
+    lambda: mlp(activation=SwiGLU),
+    lambda: mlp(num_experts=True),
+    lambda: mlp(max_rows=2.5),
+    lambda: mlp(routing=(torch.ones(5, 1), torch.zeros(5, 1, device="meta").long())),
+    lambda: mlp(hidden_size=16.0),
+    lambda: mlp(num_experts="2"),
+    lambda: mlp(routing=(torch.ones(4, 1), torch.zeros(4, 1).long())),
+    lambda: mlp(routing=(np.ones((5, 1)), torch.zeros(5, 1).long())),
+    lambda: mlp(routing=(torch.ones(5, 1), np.zeros((5, 1), int))),
+]
 
 
 def test_of_either_layer() -> None:
     """The same sentence, but for the names of layers and of weights."""
-    lines, others = (
-        [said(kind, partial(call, layer)) for kind, call in MISTAKES.values()]
-        for layer in (linear, mlp)
-    )
-    for line, other in zip(lines, others, strict=True):
-        other = other.replace("grouped_mlp", "grouped_linear")
-        other = other.replace("GroupedMLP", "GroupedLinear")
-        assert other.replace("gate_up_proj", "weight") == line
+    lines, others = (said(partial(call, layer) for call in MISTAKES) for layer in (linear, mlp))
+    for ours, linears in (("mlp", "linear"), ("MLP", "Linear"), ("gate_up_proj", "weight")):
+        others = others.replace(ours, linears)
+    assert others == lines
     assert_expected_inline(
-        "\n".join(lines),
+        lines,
         """\
 TypeError: grouped_linear: x must be a tensor, got ndarray
 RuntimeError: grouped_linear: x must be bfloat16, float16 or float32, got float64
@@ -155,9 +139,8 @@ RuntimeError: grouped_linear: weight is on meta, x is on cpu""",  # noqa: E501
 
 
 def test_of_one_layer() -> None:
-    lines = [said(kind, call) for kind, call in OTHERS.values()]
     assert_expected_inline(
-        "\n".join(lines),
+        said(OTHERS),
         """\
 RuntimeError: grouped_linear: K differs: x has 32, weight 16
 RuntimeError: grouped_mlp: gate_up_proj must be [E, 2 F, 32], as x has 32 features, got [2, 64, 16]

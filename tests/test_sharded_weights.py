@@ -107,6 +107,12 @@ def check_training(experts: int, weights: str, rank: int, directory: Path) -> No
     assert_frozen_is_shard(sharded, whole, rank)
     assert_all_same_bits(train(sharded, sharded), train(whole, whole))
     assert_frozen_is_shard(sharded, whole, rank)
+    for part in "ab":
+        name = f"weight_lora_{part}"
+        own: Any = sharded.experts.get_parameter(name)
+        assert_same_bits(own.to_local(), shard_of(whole.experts.get_parameter(name), rank))
+    numbers: Any = sharded.experts.dequantize("weight")
+    assert_same_bits(numbers.full_tensor(), whole.experts.dequantize("weight"))
 
 
 def check_policy(rank: int, directory: Path) -> None:
@@ -118,20 +124,6 @@ def check_policy(rank: int, directory: Path) -> None:
     x, m_splits = torch.randn(T, K, generator=torch.Generator().manual_seed(2)), SPLITS[0]
     expected = whole.to(BF16)(x.to(BF16), torch.tensor(m_splits))
     assert_same_bits(sharded(x, torch.tensor(m_splits)), expected)
-
-
-def check_adapters(rank: int, directory: Path) -> None:
-    """Shards of adapters learn as whole ones."""
-    whole, sharded = Model(), Model()
-    shard(sharded)
-    assert_all_same_bits(train(sharded, sharded), train(whole, whole))
-    for part in "ab":
-        own: Any = sharded.experts.get_parameter(f"weight_lora_{part}")
-        assert_same_bits(
-            own.to_local(), shard_of(whole.experts.get_parameter(f"weight_lora_{part}"), rank)
-        )
-    numbers: Any = sharded.experts.dequantize("weight")
-    assert_same_bits(numbers.full_tensor(), whole.experts.dequantize("weight"))
 
 
 class Mlps(nn.Module):
@@ -428,7 +420,6 @@ CHECKS: Checks = {
     "policy": check_policy,
     "nothing_kept_of_weights": check_nothing_kept_of_weights,
     "replicas": check_replicas,
-    "adapters": check_adapters,
     "bytes": check_bytes,
     "saved_by_two": partial(check_saved_by_two, False, E),
     "saved_in_the_background": partial(check_saved_by_two, True, 3),

@@ -224,27 +224,6 @@ def test_named_where_the_model_is_loaded(tmp_path: Path) -> None:
 
 
 @DEVICES
-def test_choices_of_no_expert_add_nothing(device: str) -> None:
-    """Under expert parallelism an index of E stands for an expert of another process."""
-    model = model_of("mixtral", device)
-    experts = model.model.layers[0].mlp.experts
-    chosen = torch.tensor([[5, 1], [0, 5], [5, 5], [4, 3]], device=device)
-    x, scores = torch.randn(4, 32, device=device), torch.rand(4, 2, device=device)
-    found = {}
-    for name in ("eager", "grouped_linear"):
-        model.set_experts_implementation(name)
-        leaves = [t.clone().requires_grad_() for t in (x, scores)]
-        y = experts(leaves[0], chosen, leaves[1])
-        gradients = torch.autograd.grad(y.square().sum(), [*leaves, experts.down_proj])
-        tensors = (y.detach(), *gradients)
-        found[name] = dict(zip(("y", "dx", "dscores", "dw"), tensors, strict=True))
-    error = errors(found["grouped_linear"], found["eager"])
-    assert max(error.values()) < 1e-5, error  # float32
-    assert not found["grouped_linear"]["y"][2].any()
-    assert not found["grouped_linear"]["dscores"][chosen == 5].any()
-
-
-@DEVICES
 @pytest.mark.parametrize(
     ("family", "compiled"),
     [*((family, False) for family in FAMILIES if family not in NOT_IN_FP8), ("mixtral", True)],
@@ -397,22 +376,6 @@ def test_a_checkpoint_in_fp8(compiled: bool, act: str, device: str) -> None:
             assert torch.equal(call(x, chosen, scores), expected)
         ours.gate_softcap = ours.up_softcap = 0.5  # as Inkling2's
         assert not torch.equal(ours(x, chosen, scores), expected)
-
-
-def test_checkpoints_in_fp8_that_are_refused() -> None:
-    model = tiny("mixtral", hidden_size=128)
-    experts = model.model.layers[0].mlp.experts
-    quantized = replace_with_fp8_linear(model, quantization_config=FineGrainedFP8Config())
-    ours = quantized.model.layers[0].mlp.experts.to_empty(device="cpu")
-    call = torch.randn(4, 128), torch.zeros(4, 2, dtype=torch.long), torch.rand(4, 2)
-    for name, sentence in (
-        ("grouped_linear", "need the recipe Float8BlockScaling, got None; or load the"),
-        ("grouped_linear_fp8", r"must be float8_e4m3fn with scales \[5, 1, 1\] in"),  # 2 F is 96
-    ):
-        quantized.set_experts_implementation(name)
-        with pytest.raises(ValueError, match=sentence):
-            ours(*call)
-    assert type(experts) is not type(ours)
 
 
 @pytest.mark.parametrize(

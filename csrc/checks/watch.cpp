@@ -106,8 +106,13 @@ WatchedSize check_watch_operand(const Tensor& stats, const Tensor& turn, int64_t
     check_device(kOp, "scale_t", *scale_t, "stats", stats);
     check_features(kOp, "K", scale_t->size(1));
   }
-  // Columnwise data pads rows, so there are at most as many.
-  if (!x && !q && !gate_up) return {scale_t->size(0) * kBlock, 0, 0};
+  if (!x && !q && !gate_up) {
+    check(!weight, kOp, ": weight needs gate_up");
+    check(!rows, kOp, ": rows need x");
+    check(!q_rows, kOp, ": q_rows need q");
+    // Columnwise data pads rows, so there are at most as many.
+    return {scale_t->size(0) * kBlock, 0, 0};
+  }
 
   WatchedSize size{0, 0, 0};
   const char* name = gate_up ? "gate_up" : x ? "x" : "q";

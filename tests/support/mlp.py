@@ -84,3 +84,22 @@ def assert_one_graph(mlp: GroupedMLP, device: str, seeds: int) -> None:
             results.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
         assert_all_same_bits(*results)
     assert counter.frame_count == 1
+
+
+def truth(experts_TC: Tensor, activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """An expert layer in torch, one expert after the other, of leaves on the CPU."""
+
+    def mlp(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+        y = 0 * x
+        for e in range(len(gate_up)):
+            first, second = (b[e] for b in biases) if biases else (0, 0)
+            y_e = activation(x @ gate_up[e].mT + first) @ down[e].mT + second
+            y = y + ((experts_TC == e) * weights).sum(dim=1, keepdim=True) * y_e
+        return y
+
+    return mlp
+
+
+def exact(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Leaves in float64 on the CPU."""
+    return [t.detach().cpu().double().requires_grad_() for t in leaves]

@@ -104,8 +104,7 @@ class OpInfo:
         unspecified: of each returned tensor, what the contract leaves open: "rows" past the last
             group's, "columns" where a column is a row's, "blocks" past the last used one.
         shares_kernels: its kernels are those of other ops, which meet all group sizes.
-        mistakes: changes of a good sample, each of which is refused.
-        good: options of the sample that the mistakes change.
+        mistakes: changes of a sample that ``support/changes.py`` does not make of any op.
         too_large: for sizes past 32 bits: which argument is too large in which dimension, and the
             options of the sample.
         cuda: whether there is a kernel for CUDA.
@@ -118,8 +117,7 @@ class OpInfo:
     every_tensor: str = "plain"
     unspecified: tuple[str | None, ...] = ()
     shares_kernels: bool = False
-    mistakes: Callable[[Sample], list[Arguments]] | None = None
-    good: Options = field(default_factory=dict)
+    mistakes: tuple[Arguments, ...] = ()
     too_large: tuple[tuple[dict[str, int], Options], ...] = ()
     cuda: bool = True
     benchmark: str | None = None

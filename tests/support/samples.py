@@ -38,6 +38,18 @@ def variant_of(op: str, groups: Groups, variant: str, dtype: torch.dtype) -> Sam
     return make(op, groups, dtype, **dict(PAGES[op].variants.get(variant, {})))
 
 
+def of_every_kind(op: str, groups: Groups, dtype: torch.dtype) -> list[Sample]:
+    """A sample for each choice of tensors that are given, and of their dimensions."""
+    first: dict[Any, Sample] = {}
+    for variant in ("plain", *PAGES[op].variants):
+        sample = variant_of(op, groups, variant, dtype)
+        tensors = {n: v for n, v in sample.arguments.items() if isinstance(v, Tensor | list)}
+        kind = tuple((n, v.dim() if isinstance(v, Tensor) else list) for n, v in tensors.items())
+        detached = {n: v.detach() for n, v in tensors.items() if isinstance(v, Tensor)}
+        first.setdefault(kind, sample.but(**detached))
+    return list(first.values())
+
+
 def with_every_tensor(op: str, groups: Groups, dtype: torch.dtype) -> Sample:
     return variant_of(op, groups, PAGES[op].every_tensor, dtype)
 

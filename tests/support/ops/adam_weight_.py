@@ -9,7 +9,6 @@ from torch import Tensor
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import BAD_EPSILONS
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.operands import kept_weight
 from support.tensors import FP16, FP32, weight
@@ -99,31 +98,9 @@ def after(sample: Sample) -> tuple[Tensor, ...]:
     )
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    q, grad = good["q"], good["grad"]
-    return [
-        *({"q": q[0]}, {"q": q.float()}, {"q": q[:0]}, {"q": q[:, :24]}, {"q": q[..., :24]}),
-        {"q": torch.zeros(3, 144, 32).to(q.dtype).transpose(1, 2)},
-        {"scale": good["scale"][:2]},
-        *({"q_t": good["q_t"].float()}, {"q_t": good["q_t"][:, :16]}),
-        {"master": grad.float()},
-        *({"grad": grad.double()}, {"grad": grad[:2]}, {"exp_avg": good["exp_avg"].float()}),
-        {"grad": grad.transpose(1, 2).contiguous().transpose(1, 2)},
-        {"exp_avg_sq": good["exp_avg_sq"][:, :16]},
-        {"max_exp_avg_sq": good["max_exp_avg_sq"].half()},
-        *({"step": torch.tensor([1.0])}, {"step": torch.tensor(1)}),
-        {"lr_tensor": torch.tensor(0.1, dtype=torch.float64)},
-        *({"grad_scale": torch.ones(1)}, {"found_inf": torch.ones(1)}),
-        *({"lr": float("inf")}, {"beta1": 1.0}, {"beta1": -0.5}, {"beta2": float("nan")}),
-        *({"weight_decay": float("nan")}, {"eps": float("inf")}, *BAD_EPSILONS),
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
-    good={"amsgrad": True, "lr_tensor": 0.1, "grad_scale": 2.0, "found_inf": 0.0},
     variants={
         "rowwise": {"columnwise": False},
         "amsgrad": {"amsgrad": True, "maximize": True, "lr_tensor": 0.03},

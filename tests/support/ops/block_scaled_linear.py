@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import BAD_EPSILONS, like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.operands import bias
 from support.tensors import rows, weight
@@ -43,23 +42,9 @@ def expected(sample: Sample) -> Outputs:
     ]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [
-        {"x": torch.zeros(144)},
-        {"m_splits": torch.zeros(3)},
-        {"x": good["x"].double()},
-        {"w": good["w"][0]},
-        {"w": good["w"][:2]},
-        {"w": like(good["w"], None, None, 160)},
-        {"bias": torch.zeros(3, 32)},
-        BAD_EPSILONS[0],
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "bias": {"bias": True},
         "rowwise": {"columnwise_x": False, "columnwise_w": False},

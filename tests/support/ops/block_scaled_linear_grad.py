@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import BAD_EPSILONS, like
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.tensors import FP32, quantized_columns, rows, weight
 
@@ -42,25 +41,9 @@ def expected(sample: Sample) -> Outputs:
     return outputs
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [
-        {"scale_x_t": None},
-        {"scale_w": None},
-        {"scale_w": good["scale_w"][0]},
-        {"x_t": None, "w_t": None},
-        {"dy": good["dy"].double()},
-        {"offs": good["offs"].long()},
-        {"w_t": like(good["w_t"], None, None, 48)},
-        {"x_t": good["x_t"].float()},
-        {"out_dtype": torch.float64},
-        BAD_EPSILONS[0],
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "bias": {"bias_grad": True, "out_dtype": FP32},
         "of_x": {"x_t": None, "scale_x_t": None},

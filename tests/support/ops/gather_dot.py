@@ -7,7 +7,6 @@ import torch
 
 from support import variants
 from support.groups import Groups
-from support.mistakes import gathered_mistakes, like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import FP32, lay_out
 
@@ -27,21 +26,9 @@ def expected(sample: Sample) -> Outputs:
     return [Output(products.sum(-1), allowed, FP32)]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    a = good["a"]
-    return [
-        *gathered_mistakes(good),
-        {"a": a[0]},
-        {"a": a.float()},
-        {"a": like(a, 11, None)},
-        {"a": like(a, None, 16)},
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants=variants.MANY_CHOICES,
     too_large=(({"rows": 1}, {}),),
     benchmark="bench_group_quantize",

@@ -7,7 +7,6 @@ import torch
 
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import gathered_mistakes, like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import lay_out
 
@@ -25,21 +24,9 @@ def expected(sample: Sample) -> Outputs:
     return [Output(reference.gather_sum(sample["y"], sample["rows"], sample.get("weight")))]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    weight = good["weight"]
-    return [
-        *gathered_mistakes(good),
-        {"weight": weight[0]},
-        {"weight": weight.bfloat16()},
-        {"weight": like(weight, 11, None)},
-        {"weight": like(weight, None, 2)},
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={"unweighted": {"weight": False}, **variants.MANY_CHOICES},
     too_large=(({"rows": 0, "weight": 0}, {}),),
     benchmark="bench_group_quantize",

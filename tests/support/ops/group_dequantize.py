@@ -7,7 +7,6 @@ import torch
 
 from support import reference
 from support.groups import Groups
-from support.mistakes import BAD_OFFS, like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import lay_out, quantized_rows
 
@@ -23,26 +22,9 @@ def expected(sample: Sample) -> Outputs:
     return [Output(numbers.float().to(sample["out_dtype"]))]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    q, scale = good["q"], good["scale"]
-    return [
-        {"q": like(q, 12, 144).view(12, 12, 12)},
-        {"q": torch.zeros(12, 144)},
-        {"q": q.view(torch.float8_e5m2)},
-        {"q": like(q, None, 72)},
-        {"scale": torch.zeros(2)},
-        {"scale": scale.double()},
-        {"scale": like(scale, 1, None)},
-        {"scale": like(scale, None, 8)},
-        *BAD_OFFS,
-        {"out_dtype": torch.float64},
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={"transposed": {"layout": "transposed"}},
     too_large=(({"q": 0, "scale": 1}, {}),),
 )

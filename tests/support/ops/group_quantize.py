@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import BAD_EPSILONS, BAD_OFFS, I32
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.tensors import gathered, rows
 
@@ -31,26 +30,9 @@ def expected(sample: Sample) -> Outputs:
     ]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [
-        {"x": torch.zeros(12)},
-        {"x": torch.zeros(12, 144, dtype=torch.float64)},
-        {"x": torch.zeros(12, 144, dtype=torch.complex64)},
-        {"x": torch.zeros(12, 0)},
-        {"x": torch.zeros(12, 72)},
-        *BAD_OFFS,
-        {"rows": torch.zeros(12, 1, dtype=I32)},
-        {"rows": torch.zeros(12)},
-        *BAD_EPSILONS,
-        {"rowwise": False},
-        {"rowwise": False, "bias_grad": True},
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         **variants.ROWS,
         "exact_scales": {"columnwise": True, **variants.EXACT},

@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import BAD_EPSILONS, BAD_ROWS
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import rows
 
@@ -26,14 +25,9 @@ def expected(sample: Sample) -> Outputs:
     return [of_q, Output(scale), of_q_t, *total]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [*BAD_ROWS, {"out_dtype": torch.bfloat16}, *BAD_EPSILONS]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         **variants.ROWS,
         "e5m2": {"fp8": reference.E5M2, "columnwise": True, "bias_grad": True},

@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import BAD_ROWS, BAD_SCALES
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.operands import recorded_amax, scales
 from support.tensors import rows
@@ -31,14 +30,9 @@ def expected(sample: Sample) -> Outputs:
     return outputs
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [*BAD_ROWS, {"out_dtype": torch.float8_e4m3fnuz}, *BAD_SCALES]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         **variants.ROWS,
         "e5m2": {"fp8": reference.E5M2, "columnwise": True, "bias_grad": True},

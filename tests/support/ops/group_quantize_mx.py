@@ -9,7 +9,6 @@ from torch import Tensor
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import BAD_ROWS
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import rows
 
@@ -37,14 +36,9 @@ def e8m0(scale: Tensor) -> Tensor:
     return (torch.frexp(scale).exponent + 126).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return BAD_ROWS
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants=variants.ROWS,
     unspecified=("rows", "rows", "blocks", "blocks"),
     too_large=(({"x": 0}, {}),),

@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import BAD_EPSILONS, swiglu_mistakes
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.tensors import rows
 
@@ -29,14 +28,9 @@ def expected(sample: Sample) -> Outputs:
     ]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [*swiglu_mistakes(good), *BAD_EPSILONS, {"rowwise": False}]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "both": {"columnwise": True, "keep_h": True},
         "shared": {"columnwise": True, "share_scales": True},

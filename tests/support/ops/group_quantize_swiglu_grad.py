@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import BAD_EPSILONS, swiglu_grad_mistakes
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.tensors import per_row, rows
 
@@ -37,14 +36,9 @@ def expected(sample: Sample) -> Outputs:
     ]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [*swiglu_grad_mistakes(good), *BAD_EPSILONS, {"rowwise": False}]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "both": {"columnwise": True, "bias_grad": True},
         "bias": {"bias_grad": True},

@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import BAD_ROWS
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import BF16, rows
 
@@ -32,14 +31,9 @@ def expected(sample: Sample) -> Outputs:
     ]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return BAD_ROWS
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants=variants.ROWS,
     unspecified=("rows", "rows"),
     too_large=(({"x": 0}, {}),),

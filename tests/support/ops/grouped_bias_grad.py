@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import BAD_OFFS
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.tensors import rows
 
@@ -21,19 +20,9 @@ def expected(sample: Sample) -> Outputs:
     return [must.bias_grad(sample["dy"], sample["offs"])]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [
-        {"dy": torch.zeros(3, 2, 32)},
-        {"dy": torch.zeros(12, 32, dtype=torch.int8)},
-        {"dy": torch.zeros(12, 24)},
-        *BAD_OFFS,
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants=variants.LAYOUTS,
     too_large=(({"dy": 0}, {}),),
 )

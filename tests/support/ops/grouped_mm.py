@@ -8,16 +8,9 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import (
-    BAD_OFFS,
-    bias_mistakes,
-    like,
-    low_rank_mistakes,
-    offs,
-)
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.operands import bias, gathered_before, gathering, low_rank
-from support.tensors import BF16, FP32, rows, weight
+from support.tensors import FP32, rows, weight
 
 
 def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
@@ -36,31 +29,9 @@ def expected(sample: Sample) -> Outputs:
     return [must.gemm(plain["a"], b, plain["offs"], dtype, plain.get("bias"), low=low)]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    a, b = good["a"], good["b"]
-    return [
-        {"a": torch.zeros(12)},
-        {"b": torch.zeros(144, 32)},
-        {"a": a.double()},
-        {"b": b.float()},
-        {"b": like(b, None, 128, None)},
-        {"a": like(a, None, 24), "b": like(b, None, 24, None)},
-        {"b": like(b, None, None, 40)},
-        *BAD_OFFS,
-        {"offs": offs(2)},
-        {"out_dtype": torch.float64},
-        {"bias": torch.zeros(3, 32), "out_dtype": BF16},
-        *bias_mistakes(BF16),
-        {"rows": torch.zeros(5)},
-        {"rows": torch.zeros(5, 2, dtype=torch.int32)},
-        *low_rank_mistakes(BF16),
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "bias": {"bias": True},
         "grad": {"bias": True, "requires_grad": ("a", "b", "bias")},

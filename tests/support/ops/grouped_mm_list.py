@@ -7,7 +7,6 @@ import torch
 
 from support import expected as must
 from support.groups import Groups
-from support.mistakes import bad_experts
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.operands import bias, gathered_before, gathering
 from support.tensors import FP32, listed, rows
@@ -29,23 +28,9 @@ def expected(sample: Sample) -> Outputs:
     return [must.gemm(plain["a"], b, plain["offs"], dtype, plain.get("bias"))]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    b = good["b"]
-    return [
-        *bad_experts("b", b),
-        {"b": [b_e.float() for b_e in b]},
-        {"b": [b_e[:, :16] for b_e in b]},
-        {"b": [b_e[:24] for b_e in b]},
-        {"b": b[:2]},
-        {"transpose_b": False},
-        {"out_dtype": torch.float64},
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "gathered": {"gathers": "rows"},
         "views": {"experts": "views", "bias": True},

@@ -10,13 +10,6 @@ import torch
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import (
-    BAD_OFFS,
-    bias_mistakes,
-    like,
-    low_rank_mistakes,
-    offs,
-)
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.operands import bias, gathered_before, gathering, low_rank
 from support.tensors import BF16, mxfp4_weight, quantized_rows, rows, whole_blocks
@@ -54,39 +47,11 @@ def expected(sample: Sample) -> Outputs:
     return [must.gemm(a, b, offs, dtype, plain.get("bias"), scaled=is_fp8, low=low)]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    a, b, scale_b = good["a"], good["b"], good["scale_b"]
-    fp8 = a.to(reference.E4M3)
-    return [
-        {"a": torch.zeros(12)},
-        {"a": a.double()},
-        {"a": fp8},
-        {"scale_a": torch.zeros(2, 12)},
-        {"a": fp8, "scale_a": torch.zeros(1, 12)},
-        {"b": b[0]},
-        {"b": b.char()},
-        {"b": like(b, None, None, 72)},
-        {"scale_b": scale_b[0]},
-        {"scale_b": scale_b.float()},
-        {"scale_b": like(scale_b, None, None, 4)},
-        {"a": like(a, None, 128)},
-        {"transpose_b": False},
-        *BAD_OFFS,
-        {"offs": offs(2)},
-        {"out_dtype": torch.float64},
-        {"bias": torch.zeros(3, 32), "out_dtype": BF16},
-        *bias_mistakes(BF16),
-        {"rows": torch.zeros(5)},
-        *low_rank_mistakes(BF16),
-    ]
-
-
 DGRAD: Options = {"transpose_b": False}
 FP8: Options = {"fp8": True}
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "bias": {"bias": True},
         "strided": {"layout": "strided"},

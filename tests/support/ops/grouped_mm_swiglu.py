@@ -3,7 +3,6 @@
 T rows, E groups, K in_features, N out_features.
 """
 
-import math
 from dataclasses import replace
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.operands import bias, gathered_before, gathering
 from support.tensors import rows, weight
@@ -49,24 +47,9 @@ def expected(sample: Sample) -> Outputs:
     ]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [
-        {"a": good["a"][0]},
-        {"b": good["b"].float()},
-        {"b": like(good["b"], None, None, 16), "bias": None},
-        {"bias": good["bias"][:, :-16]},
-        {"offs": good["offs"].long()},
-        {"limit": 0.0},
-        {"alpha": math.inf},
-        {"cubic": -1.0},
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
-    good={"bias": True},
     variants={
         "bias": {"bias": True, "F": 320},
         "h_alone": {"keep_gate_up": False, "bias": True},

@@ -3,7 +3,6 @@
 T rows, E groups, K in_features, N out_features.
 """
 
-import math
 from dataclasses import replace
 
 import torch
@@ -11,7 +10,6 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import like
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.operands import gathered_before, gathering
 from support.ops.grouped_mm_swiglu import quarters
@@ -40,27 +38,9 @@ def expected(sample: Sample) -> Outputs:
     return [*must.swiglu_grad(dh, *others, form, approximate=dtype == torch.bfloat16)]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    gate_up, weight = good["gate_up"], good["weight"]
-    return [
-        {"b": good["b"][0]},
-        {"gate_up": gate_up[0]},
-        {"gate_up": gate_up.float()},
-        {"gate_up": like(gate_up, 11, None)},
-        {"gate_up": like(gate_up, None, 16)},
-        {"weight": weight[:, None]},
-        {"weight": weight.bfloat16()},
-        {"weight": weight[1:]},
-        {"limit": -1.0},
-        {"cubic": math.inf},
-        {"rows": torch.zeros(5, dtype=torch.int32)},
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "wide": {"F": 320},
         "gathered": {"gathers": "rows", "F": 128},

@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import wgrad_mistakes
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.operands import gathered_before, gathering
 from support.tensors import rows
@@ -26,14 +25,9 @@ def expected(sample: Sample) -> Outputs:
     return [must.wgrad(plain["dy"], plain["x"], plain["offs"], dtype)]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [*wgrad_mistakes(good), {"out_dtype": torch.float64}]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={**variants.LAYOUTS, **variants.OUT, **variants.GATHERED_OPERANDS},
     too_large=(({"x": 0}, {"gathers": "x_rows"}), ({"dy": 0}, {"gathers": "dy_rows"})),
     benchmark="bench_grouped_mm",

@@ -8,10 +8,6 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import (
-    main_grad_mistakes,
-    wgrad_mistakes,
-)
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.operands import gathered_before, main_grad
 from support.ops import grouped_mm_wgrad
@@ -33,14 +29,9 @@ def overwrites(sample: Sample) -> bool:
     return flag is not None and bool(flag)
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [*wgrad_mistakes(good), *main_grad_mistakes(good)]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={**variants.MAIN_GRAD, **variants.LAYOUTS, **variants.GATHERED_OPERANDS},
     every_tensor="overwrite",
     too_large=(({"x": 0}, {"gathers": "x_rows"}),),

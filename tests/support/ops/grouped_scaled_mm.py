@@ -11,13 +11,6 @@ from torch import Tensor
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import (
-    BAD_OFFS,
-    bias_mistakes,
-    like,
-    low_rank_mistakes,
-    offs,
-)
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.operands import bias, gathered_before, gathering, low_rank
 from support.tensors import (
@@ -63,38 +56,9 @@ def numbers(sample: Sample) -> tuple[Tensor, Tensor]:
     return a, reference.dequantize_weight(sample["b"], scale_b)
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    a, b, scale_a, scale_b = (good[name] for name in ("a", "b", "scale_a", "scale_b"))
-    return [
-        {"a": like(a, None, None).view(-1)},
-        {"a": a.view(torch.uint8)},
-        {"a": like(a, None, 24)},
-        {"scale_a": scale_a[0]},
-        {"scale_a": scale_a.half()},
-        {"scale_a": like(scale_a, 3, None)},
-        {"scale_a": like(scale_a, None, 16)},
-        {"b": b[0]},
-        {"b": b.bfloat16()},
-        {"b": like(b, None, 128, None)},
-        {"b": like(b, None, None, 40)},
-        {"scale_b": scale_b[0]},
-        {"scale_b": scale_b.double()},
-        {"scale_b": like(scale_b, 2, None, None)},
-        {"scale_b": like(scale_b, None, None, 2)},
-        {"scale_b": like(scale_b, None, 1, None)},
-        *BAD_OFFS,
-        {"offs": offs(4)},
-        {"out_dtype": torch.float8_e4m3fn},
-        *bias_mistakes(BF16),
-        {"rows": torch.zeros(5)},
-        *low_rank_mistakes(BF16),
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "default_dtype": {"out_dtype": None},
         "bias": {"bias": True},

@@ -9,7 +9,6 @@ from torch import Tensor
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import scaled_wgrad_mistakes
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.tensors import BF16, per_group_rows, quantized_columns
 
@@ -49,14 +48,9 @@ def numbers(sample: Sample) -> list[Tensor]:
     return found
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [*scaled_wgrad_mistakes(good), {"out_dtype": torch.float64}]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={"default_dtype": {"out_dtype": None}, **variants.PER_GROUP, **variants.SHARED},
     too_large=(({"dy_t": 0}, {}),),
     benchmark="bench_grouped_mm",

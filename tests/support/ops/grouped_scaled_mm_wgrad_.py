@@ -8,10 +8,6 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import (
-    main_grad_mistakes,
-    scaled_wgrad_mistakes,
-)
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.operands import main_grad
 from support.ops import grouped_scaled_mm_wgrad
@@ -29,14 +25,9 @@ def expected(sample: Sample) -> Outputs:
     return [must.wgrad(dy, x, sample["offs"], grad.dtype, True, added_to)]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [*scaled_wgrad_mistakes(good), *main_grad_mistakes(good)]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={**variants.MAIN_GRAD, **variants.PER_GROUP, **variants.SHARED},
     every_tensor="overwrite",
     benchmark="bench_grouped_mm",

@@ -7,7 +7,6 @@ import torch
 
 from support import variants
 from support.groups import Groups
-from support.mistakes import main_grads_mistakes
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.operands import main_grads
 from support.ops import grouped_scaled_mm_wgrad, grouped_scaled_mm_wgrad_
@@ -33,7 +32,6 @@ def expected(sample: Sample) -> Outputs:
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=main_grads_mistakes,
     variants={
         **variants.MAIN_GRAD,
         "views": {"per_expert": False, "overwrite": True},

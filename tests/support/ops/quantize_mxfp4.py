@@ -7,7 +7,6 @@ import torch
 
 from support import reference
 from support.groups import Groups
-from support.mistakes import bad_weights, like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import weight, whole_blocks
 
@@ -30,14 +29,9 @@ def expected(sample: Sample) -> Outputs:
     return [Output(t) for t in reference.quantize_mxfp4(sample["w"])]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [*bad_weights(), {"w": like(good["w"], None, None, 144)}]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "strided": {"layout": "strided"},
         "transposed": {"layout": "transposed"},

@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import BAD_EPSILONS, bad_weights
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import weight
 
@@ -26,18 +25,9 @@ def expected(sample: Sample) -> Outputs:
     ]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [
-        *bad_weights(),
-        *BAD_EPSILONS,
-        {"rowwise": False, "columnwise": False},
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "rowwise": {"columnwise": False},
         "columnwise": {"rowwise": False},

@@ -7,7 +7,6 @@ import torch
 
 from support import expected as must
 from support.groups import Groups
-from support.mistakes import BAD_EPSILONS, bad_weights
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import weight
 
@@ -21,14 +20,9 @@ def expected(sample: Sample) -> Outputs:
     return [Output(q), Output(scale), *must.if_asked(sample.get("columnwise"), [Output(q_t)])]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [*bad_weights(), *BAD_EPSILONS]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "rowwise": {"columnwise": False},
         "powers_of_two": {"power_of_two_scales": True, "amax_epsilon": 5.0},

@@ -7,7 +7,6 @@ import torch
 
 from support import expected as must
 from support.groups import Groups
-from support.mistakes import BAD_SCALES, bad_weights
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.operands import recorded_amax, scales
 from support.tensors import weight
@@ -24,14 +23,9 @@ def expected(sample: Sample) -> Outputs:
     return [Output(q), Output(used), *of_q_t, *must.weight_amax(sample["amax"], sample["w"])]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [*bad_weights(), *BAD_SCALES]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "rowwise": {"columnwise": False},
         "no_amax": {"amax": False},

@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import BAD_EPSILONS
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import weight
 
@@ -22,26 +21,9 @@ def expected(sample: Sample) -> Outputs:
     return [Output(q), Output(scale), *must.if_asked(sample.get("columnwise"), [Output(q_t)])]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    w = good["w"]
-    return [
-        {"w": 1025 * w[:1]},
-        {"w": [torch.zeros(144)]},
-        {"w": [w[0].double()]},
-        {"w": [w[0][:24]]},
-        {"w": [w[0][:, :8]]},
-        {"w": [w[0], torch.zeros(144)]},
-        {"w": [w[0], w[1].float()]},
-        {"w": [w[0], w[1][:16]]},
-        {"w": [w[0], w[1][:, :16]]},
-        *BAD_EPSILONS,
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "rowwise": {"columnwise": False},
         "exact_scales": variants.EXACT,

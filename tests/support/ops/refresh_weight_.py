@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import refresh_mistakes
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.operands import kept_weight
 from support.tensors import listed
@@ -27,7 +26,6 @@ def expected(sample: Sample) -> Outputs:
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=refresh_mistakes,
     variants=variants.refreshing(power_of_two_scales=False),
     every_tensor="yes",
     shares_kernels=True,

@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import refresh_mistakes
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.operands import kept_weight, recorded_amax, scales
 from support.tensors import listed
@@ -29,20 +28,9 @@ def expected(sample: Sample) -> Outputs:
     return [*must.refreshed(sample, [q, used, q_t]), *of_amax]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    return [
-        *refresh_mistakes(good),
-        {"state": good["state"][:2]},
-        {"state": good["state"].double()},
-        {"amax": good["amax"][:2]},
-        {"amax": torch.ones(6)[::2]},
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={**variants.refreshing(amax=False), "first": {"first": True}},
     every_tensor="yes",
     shares_kernels=True,

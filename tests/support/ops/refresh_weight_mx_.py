@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import refresh_mistakes
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.tensors import BF16, listed, weight
 
@@ -30,7 +29,6 @@ def expected(sample: Sample) -> Outputs:
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=refresh_mistakes,
     variants=variants.refreshing(),
     every_tensor="yes",
     shares_kernels=True,

@@ -7,7 +7,6 @@ import torch
 
 from support import variants
 from support.groups import Groups
-from support.mistakes import like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import lay_out
 
@@ -26,23 +25,9 @@ def expected(sample: Sample) -> Outputs:
     return [Output(expected)]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    x = good["x"]
-    return [
-        {"x": x[0]},
-        {"x": x.double()},
-        {"x": like(x, None, 24)},
-        {"rows": good["rows"][0]},
-        {"rows": good["rows"].short()},
-        {"x": like(x, 11, None)},
-        {"num_rows": -1},
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants=variants.MANY_CHOICES,
     too_large=(({"x": 0, "rows": 0}, {}),),
 )

@@ -23,20 +23,9 @@ def expected(sample: Sample) -> Outputs:
     return [Output(t) for t in expected]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    experts = good["experts"]
-    return [
-        {"experts": experts[0]},
-        {"experts": experts.short()},
-        {"num_experts": 0},
-        {"num_experts": 1025},
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "many": {"C": 11, "index": torch.int32},
         "none": {"C": 0},

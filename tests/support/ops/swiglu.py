@@ -8,7 +8,6 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import swiglu_mistakes
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.tensors import rows
 
@@ -24,7 +23,6 @@ def expected(sample: Sample) -> Outputs:
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=swiglu_mistakes,
     variants=variants.SWIGLU,
     too_large=(({"gate_up": 0}, {}),),
     benchmark="bench_group_quantize",

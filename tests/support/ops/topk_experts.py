@@ -7,7 +7,6 @@ import torch
 
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import BAD_SCORING
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import FP32, lay_out
 
@@ -34,26 +33,9 @@ def expected(sample: Sample) -> Outputs:
     return [Output(weights, allowed, FP32, same_bits=True), Output(experts)]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    logits = good["logits"]
-    return [
-        {"logits": logits[0]},
-        {"logits": logits.double()},
-        {"logits": logits[:, :0]},
-        {"logits": torch.zeros(2, 1025)},
-        {"k": 0},
-        {"k": 41},
-        *BAD_SCORING,
-        {"expert_bias": torch.zeros(1, 40)},
-        {"expert_bias": torch.zeros(40).double()},
-        {"expert_bias": torch.zeros(39)},
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "one": {"E": 1, "k": 1},
         "all": {"E": 33, "k": 33},

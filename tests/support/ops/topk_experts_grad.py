@@ -7,7 +7,6 @@ import torch
 
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import BAD_SCORING, like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.tensors import lay_out
 from support.tolerances import rounded
@@ -50,28 +49,9 @@ def expected(sample: Sample) -> Outputs:
     return [Output(gradient.detach() * (error > 0), allowed.detach(), dtype, same_bits=True)]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    d_weights, logits, experts = good["d_weights"], good["logits"], good["experts"]
-    return [
-        {"d_weights": d_weights[0]},
-        {"d_weights": d_weights.double()},
-        {"logits": logits[0]},
-        {"logits": logits.double()},
-        {"logits": torch.zeros(12, 1025)},
-        {"logits": logits[:, :2]},
-        *BAD_SCORING,
-        {"logits": like(logits, 11, None)},
-        {"experts": experts[0]},
-        {"experts": experts.int()},
-        {"experts": experts[:11]},
-        {"experts": experts[:, :2]},
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
     variants={
         "one": {"E": 1, "k": 1, "score_function": "sigmoid"},
         "all": {"E": 33, "k": 33, "score_function": "softmax"},

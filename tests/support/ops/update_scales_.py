@@ -32,34 +32,10 @@ def expected(sample: Sample) -> Outputs:
     ]
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    scale, amax, history = good["scale"], good["amax"], good["amax_history"]
-    return [
-        {"scale": []},
-        {"amax": amax[:1]},
-        {"amax_history": history[:1]},
-        {"fp8_max": [448.0]},
-        {"margin": -1},
-        {"margin": 65},
-        {"scale": [scale[0][None], scale[1]]},
-        {"scale": [scale[0].double(), scale[1]]},
-        {"scale": [scale[0], torch.ones(12)[::2]]},
-        {"amax": [amax[0], amax[1].double()]},
-        {"amax": [amax[0], amax[0]]},
-        {"amax_history": [history[0][0], history[1]]},
-        {"amax_history": [history[0].double(), history[1]]},
-        {"amax_history": [history[0][:, :2], history[1]]},
-        {"amax_history": [history[0][:0], history[1]]},
-        {"amax_history": [torch.ones(3, 4).t(), history[1]]},
-        {"fp8_max": [448.0, 0.0]},
-        {"fp8_max": [float("inf"), 448.0]},
-    ]
-
-
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
+    mistakes=({"amax_history": [torch.ones(3, 4).t(), torch.ones(4, 6)]},),
     variants={
         "most_recent": {"most_recent": True},
         "margin": {"margin": 3},

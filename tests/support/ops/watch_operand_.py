@@ -14,7 +14,6 @@ from grouped_linear import SwiGLU, ops
 from support import reference, variants
 from support.expected import FORM
 from support.groups import Groups
-from support.mistakes import like
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.reference import E4M3, E5M2
 from support.tensors import FP32, lay_out, per_row, quantized_columns, rows, weight
@@ -294,54 +293,6 @@ def of_numbers(
     return torch.tensor([float(of.get(i, 0)) for i in range(2, 11)], dtype=torch.float64)
 
 
-def mistakes(good: Sample) -> list[Arguments]:
-    stats, x, q, scale = good["stats"], good["x"], good["q"], good["scale"]
-    i32 = torch.int32
-    offs, gate_up = good["offs"], torch.zeros(12, 288, dtype=x.dtype)
-    no_rows: Arguments = {"rows": None, "q_rows": None, "scale_t": None, "routed": None}
-    of_weight: Arguments = {**no_rows, "offs": None, "q": None, "scale": None}
-    w = torch.zeros(3, 32, 144, dtype=x.dtype)
-    of_grad: Arguments = {"gate_up": torch.zeros(12, 160, dtype=x.dtype), "rows": None}
-    of_grad |= {"x": torch.zeros(12, 80, dtype=x.dtype), "weight": torch.zeros(12)}
-    return [
-        *({"stats": stats[0]}, {"stats": stats.float()}, {"stats": stats[:, :0]}),
-        *({"stats": stats.expand(3, 4, 3, 14).repeat(1, 17, 1, 1)}, {"stats": stats[:, :, :0]}),
-        *({"stats": stats[..., :5]}, {"stats": stats.mT.contiguous().mT}),
-        *({"turn": torch.tensor([1]).int()}, {"turn": torch.tensor(True)}),
-        *({"operand": -1}, {"operand": 3}, {"most": 0}, {"most": 2**31}),
-        {"x": None, "q": None, "scale": None, **no_rows},
-        *({"x": x.double()}, {"q": q.double()}, {"q": None}),
-        *({"scale": scale.double()}, {"scale": torch.ones(2)}, {"scale": scale[None]}),
-        *({"scale": scale[:1]}, {"scale": scale[:, :4]}),
-        {"offs": None},
-        *({**of_weight, "x": w[0]}, {**of_weight, "x": w[:2]}, {**of_weight, "x": w[:, :24]}),
-        *({**of_weight, "x": w[..., :24]}, {**of_weight, "x": w, "q": w[:, :16]}),
-        *({"offs": offs[None]}, {"offs": offs.long()}, {"offs": offs[:2]}),
-        *({"routed": offs.long()}, {"routed": offs[:2]}),
-        *({"scale_t": torch.ones(3)}, {"scale_t": torch.ones(3, 144).half()}),
-        {"scale_t": torch.ones(3, 24)},
-        *({"gate_up": gate_up[0], "x": None, "rows": None}, {"gate_up": gate_up.double()}),
-        *({"gate_up": gate_up[:, :33]}, {"gate_up": gate_up[:, :48]}, {"gate_up": gate_up}),
-        {"gate_up": gate_up, "rows": None},
-        {"weight": torch.ones(12)},
-        *({"x": x[0]}, {"x": like(x, None, 24)}),
-        {**of_grad, "gate_up": of_grad["gate_up"].float()},
-        {**of_grad, "x": torch.zeros(11, 80, dtype=x.dtype)},
-        {**of_grad, "x": torch.zeros(12, 64, dtype=x.dtype)},
-        *({**of_grad, "weight": torch.zeros(12).half()}, {**of_grad, "weight": torch.zeros(11)}),
-        *({"rows": torch.zeros(12)}, {"rows": torch.zeros(2, 6, dtype=i32)}, {"x": None}),
-        {"q": None, "scale": None},
-        *({"q": q[0], "scale": None}, {"q": q[:, :24], "scale": None}),
-        *({"q_rows": torch.zeros(12)}, {"q_rows": torch.zeros(11, dtype=i32)}),
-        {"q": q[:, :128], "scale": None},
-        *variants_of_form(),
-    ]
-
-
-def variants_of_form() -> list[Arguments]:
-    return [{"alpha": float("nan")}, {"limit": -1.5}, {"cubic": -0.5}]
-
-
 ROWS: dict[str, Options] = {
     "off": {"turn": 0, "columnwise": True, "dropped": True},
     "columnwise": {"columnwise": True, "dropped": True, "parts": 1},
@@ -369,8 +320,6 @@ WEIGHT: dict[str, Options] = {
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    mistakes=mistakes,
-    good={"index": torch.int32, "columnwise": True, "dropped": True},
     every_tensor="gathered",
     variants={
         **ROWS,
