@@ -19,14 +19,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from grouped_linear import Float8BlockScaling, GroupedMLP
+from grouped_linear import Float8BlockScaling, GroupedMLP, Lora
 from grouped_linear.parallel import ExpertParallel
 from support.devices import needs_four_gpus
 from support.documents import example
 from support.processes import Checks, Passes, device
 
 PROCESSES = 4
-E, T, C, H, F = 8, 24, 2, 32, 48
+E, T, C, H, F = 8, 24, 2, 32, 64
 QUANTIZED: dict[str, Any] = {
     "recipe": Float8BlockScaling(),
     "weights": "fp8",
@@ -214,6 +214,11 @@ CHECKS: Checks = {
     "tensor_parallel": partial(check_training, spread_beside_tensor_parallel, "all_gather", {}),
     "over_all": partial(check_training, spread_over_all, "all_to_all", {}),
     "quantized": partial(check_training, spread, "all_gather", QUANTIZED),
+    "quantized_mxfp4": partial(
+        check_training, spread, "all_gather", {**QUANTIZED, "weights": "mxfp4"}
+    ),
+    "adapters": partial(check_training, spread, "all_to_all", {**QUANTIZED, "lora": Lora(4)}),
+    "checkpoint_mxfp4": partial(check_checkpoint, {**QUANTIZED, "weights": "mxfp4"}),
     "replicated": partial(check_training, replicate, "", {}),
     "replicated_quantized": partial(check_training, replicate, "", QUANTIZED),
     "replicated_experts": partial(check_training, replicate_spread, "all_to_all", {}),
