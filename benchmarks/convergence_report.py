@@ -198,7 +198,8 @@ def plot(runs: Runs, path: Path) -> None:
 
     figure = Figure(figsize=(7, 5.4), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-    drawn = {mode: of_seeds for mode, of_seeds in runs.items() if mode in COLOURS}
+    alone = len(runs[BASELINE]) == 1  # else one seed of a mode would look as sure as a mean
+    drawn = {m: r for m, r in runs.items() if m in COLOURS and (len(r) > 1 or alone)}
     for i, (mode, of_seeds) in enumerate(drawn.items()):
         label = LABELS[mode].replace("`", "")
         look = {"color": COLOURS[mode], "label": label}
@@ -216,8 +217,8 @@ def plot(runs: Runs, path: Path) -> None:
         halves = [0.0 if math.isnan(d.half) else d.half for d in apart]
         look |= {"marker": "o", "capsize": 3, "linewidth": 1, "markersize": 4}
         below.errorbar(places, [d.mean for d in apart], yerr=halves, **look)
-    seeds = max(map(len, drawn.values()))
-    above.set(ylabel="training loss", title=f"Mean of {seeds} seeds" if seeds > 1 else "One seed")
+    seeds = " to ".join(str(n) for n in sorted({len(of_seeds) for of_seeds in drawn.values()}))
+    above.set(ylabel="training loss", title="One seed" if alone else f"Means of {seeds} seeds")
     losses = [row.loss for row in next(iter(runs[BASELINE].values()))]
     above.set_ylim(0.9 * min(losses), statistics.quantiles(losses, n=20)[-1])
     below.axhline(0, color="0.5", linewidth=1)
