@@ -3,7 +3,7 @@
     python -m benchmarks.bench_lora            # the table, to results/, and a plot
     python -m benchmarks.bench_lora --compile  # the same steps under torch.compile
     python -m benchmarks.bench_lora --compile --model gpt_oss_20b
-    python -m benchmarks.bench_lora --all      # experts in every format, eager and compiled
+    python -m benchmarks.bench_lora --all      # experts in every format; with --compile too
 
 Layers of Qwen3-30B-A3B or of GPT-OSS-20B with random weights, PEFT's adapters, AdamW over them.
 "PEFT" is transformers' grouped_mm with PEFT as it comes, which adds the adapters to the weights in
@@ -38,7 +38,6 @@ PEFT, PEFT_FP8 = "PEFT, BF16", "PEFT, FP8"
 BF16, FP8 = "ours, BF16", "ours, FP8"
 MXFP4, MXFP4_FP8 = "ours, MXFP4", "ours, MXFP4, FP8 activations"
 ATTENTION, EXPERTS = "attention", "attention and experts"
-EAGER, COMPILED = "eager", "compiled"
 EXPERT_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 VOCABULARY = 32000
 GIB = 2**30
@@ -51,8 +50,8 @@ class Model(NamedTuple):
     sizes: dict[str, int]
     weights: tuple[str, ...]
     scopes: tuple[str, ...]
-    every_weights: tuple[str, ...]
-    """What --all measures, of the last scope."""
+    others: tuple[str, ...] = ()
+    """What --all measures besides, on experts."""
 
 
 QWEN3 = {
@@ -71,27 +70,24 @@ TINY = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-OF_QWEN3, OF_GPT_OSS = (PEFT, BF16, FP8), (PEFT, BF16, MXFP4, MXFP4_FP8)
-EVERY = (PEFT, PEFT_FP8, BF16, FP8, MXFP4)
+OF_QWEN3, OTHERS = (PEFT, BF16, FP8), (PEFT_FP8, MXFP4)
+OF_GPT_OSS = (PEFT, BF16, MXFP4, MXFP4_FP8)
 MODELS = {
-    "qwen3_30b": Model("Qwen3-30B-A3B", QWEN3, OF_QWEN3, (ATTENTION, EXPERTS), EVERY),
+    "qwen3_30b": Model("Qwen3-30B-A3B", QWEN3, OF_QWEN3, (ATTENTION, EXPERTS), OTHERS),
     # Its other sizes are GptOssConfig's defaults.
-    "gpt_oss_20b": Model(
-        "GPT-OSS-20B", {"num_local_experts": 32}, OF_GPT_OSS, (EXPERTS,), OF_GPT_OSS
-    ),
+    "gpt_oss_20b": Model("GPT-OSS-20B", {"num_local_experts": 32}, OF_GPT_OSS, (EXPERTS,)),
     "qwen3_tiny": Model(
         "a tiny Qwen3-MoE",
         {**TINY, "num_experts": 4, "moe_intermediate_size": 128},
         OF_QWEN3,
         (ATTENTION, EXPERTS),
-        EVERY,
+        OTHERS,
     ),
     "gpt_oss_tiny": Model(
         "a tiny GPT-OSS",
         {**TINY, "num_local_experts": 4, "intermediate_size": 32},
         OF_GPT_OSS,
         (EXPERTS,),
-        OF_GPT_OSS,
     ),
 }
 
@@ -101,7 +97,6 @@ class Row(NamedTuple):
 
     scope: str
     weights: str
-    mode: str
     step: float = math.nan
     kernels: float = math.nan
     held: float = math.nan
@@ -181,7 +176,7 @@ def with_adapters(model: Any, weights: str, scope: str, rank: int, **options: An
 class Step:
     """A model that learns from the same tokens in every step."""
 
-    def __init__(self, options: argparse.Namespace, scope: str, weights: str, mode: str) -> None:
+    def __init__(self, options: argparse.Namespace, scope: str, weights: str) -> None:
         device = torch.device(options.device)
         sizes = {**MODELS[options.model].sizes, "num_hidden_layers": options.layers}
         model = load(options.model, {**sizes, "vocab_size": VOCABULARY}, weights, device)
@@ -194,7 +189,7 @@ class Step:
         generator = torch.Generator(device).manual_seed(0)
         shape = options.batch, options.context
         self.tokens = torch.randint(VOCABULARY, shape, device=device, generator=generator)
-        self.forward = torch.compile(model) if mode == COMPILED else model
+        self.forward = torch.compile(model) if options.compile else model
         self.losses: list[torch.Tensor] = []
 
     def __call__(self) -> None:
@@ -208,11 +203,10 @@ class Step:
 def measure(
     options: argparse.Namespace, name: str, turn: contextlib.AbstractContextManager[object]
 ) -> list[Row]:
-    """One row, by its scope, weights and mode; times are taken within the turn."""
-    mode, scope, weights = name.split(": ")
-    row = Row(scope, weights, mode)
+    """One row, by its scope and weights; times are taken within the turn."""
+    row = Row(*name.split(": "))
     try:
-        step = Step(options, *row[:3])
+        step = Step(options, row.scope, row.weights)
         for _ in range(3):
             step()
     except Exception as error:
@@ -250,7 +244,9 @@ def timed(row: Row, step: Step, options: argparse.Namespace) -> Row:
     losses = step.losses[0].item(), step.losses[-1].item()
     unlearnt = len(step.adapters) - len(step.optimizer.state)  # AdamW's state comes with gradients
     note = f"{unlearnt} of {len(step.adapters)} factors get no gradient" if unlearnt else ""
-    return Row(*row[:3], statistics.median(times), kernels, step.held, peak, *losses, note)
+    return Row(
+        row.scope, row.weights, statistics.median(times), kernels, step.held, peak, *losses, note
+    )
 
 
 def plot(rows: list[Row], path: str) -> None:
@@ -287,24 +283,22 @@ def page(rows: list[Row], options: argparse.Namespace) -> str:
         "LoRA on|experts|step, ms|kernels, ms|weights, GiB|peak, GiB|tokens/s|first loss|last loss"
     )
     table, notes = [head.split("|")], []
-    modes = list(dict.fromkeys(row.mode for row in rows))
     for row in rows:
-        label = f"{row.weights}, {row.mode}" if len(modes) > 1 else row.weights
         if row.note:
-            notes.append(f"\n- {label}: {row.note}.")
+            notes.append(f"\n- {row.weights}: {row.note}.")
         speed = 1e3 * options.batch * options.context / row.step
         numbers = (
             *(f"{row.step:.1f}", f"{row.kernels:.1f}", f"{row.held:.2f}", f"{row.peak:.2f}"),
             *(f"{speed:,.0f}", f"{row.first_loss:.3f}", f"{row.last_loss:.3f}"),
         )
-        table.append([row.scope, label, *("" if n == "nan" else n for n in numbers)])
+        table.append([row.scope, row.weights, *("" if n == "nan" else n for n in numbers)])
     about = (
         f"{options.layers} layers of {MODELS[options.model].title}, {options.batch} x "
         f"{options.context} tokens, rank {options.rank}. PEFT is transformers' grouped_mm with "
         f"PEFT as it comes. Losses are of the first and the last of {options.rounds + 4} steps on "
         f"the same random tokens. {packages()}."
     )
-    title = f"A fine-tuning step with LoRA, {' and '.join(modes)}"
+    title = f"A fine-tuning step with LoRA, {'compiled' if options.compile else 'eager'}"
     device = torch.device(options.device)
     text = timing.page(title, about, "bench_lora", device, timing.markdown(table))
     return text + "".join(notes) + "\n" if notes else text
@@ -325,7 +319,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--rounds", type=int, default=10)
     options.add_argument("--device", default="cuda")
     options.add_argument("--compile", action="store_true")
-    options.add_argument("--all", action="store_true", help="all formats of experts, both modes")
+    options.add_argument("--all", action="store_true", help="LoRA on experts in every format")
     options.add_argument(
         "--at-once", type=int, default=1, help="rows that load and compile at once"
     )
@@ -338,16 +332,15 @@ def main() -> None:
     options = parser().parse_args()
     of_model = MODELS[options.model]
     scopes, weights = of_model.scopes, of_model.weights
-    modes = [COMPILED if options.compile else EAGER]
     if options.all:
-        scopes, weights, modes = scopes[-1:], of_model.every_weights, [EAGER, COMPILED]
-    names = [": ".join(row) for row in itertools.product(modes, scopes, weights)]
+        scopes, weights = (EXPERTS,), weights + of_model.others
+    names = [": ".join(row) for row in itertools.product(scopes, weights)]
     rows = timing.side_by_side(partial(measure, options), names, options.at_once)
     text = page(rows, options)
     print(text)
     if options.write:
         model = "" if options.model == "qwen3_30b" else f"_{options.model}"
-        how = "_all" if options.all else "_compiled" if options.compile else ""
+        how = ("_all" if options.all else "") + ("_compiled" if options.compile else "")
         stem = f"bench_lora{model}{how}_{timing.slug(torch.device(options.device))}"
         (timing.RESULTS / f"{stem}.md").write_text(text)
         if not options.all:

@@ -38,10 +38,11 @@ def test_rows_of_a_step(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bench_lora, "VOCABULARY", 64)
     sizes = ["--layers", "1", "--batch", "1", "--context", "8", "--rounds", "1"]
     options = bench_lora.parser().parse_args(["--device", "cpu", "--model", model, *sizes])
-    every = bench_lora.MODELS[model].every_weights
+    of_model = bench_lora.MODELS[model]
+    every = of_model.weights + of_model.others
     rows = {}
     for weights in every:
-        name = f"{bench_lora.EAGER}: {bench_lora.EXPERTS}: {weights}"
+        name = f"{bench_lora.EXPERTS}: {weights}"
         (rows[weights],) = bench_lora.measure(options, name, nullcontext())
     for weights, row in rows.items():
         assert row.step > 0, row
@@ -54,13 +55,13 @@ def test_rows_of_a_step(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(f"| {weights} " in page for weights in every)
     if bench_lora.PEFT_FP8 in every:
         assert "- PEFT, FP8: 4 of 12 factors get no gradient." in page
-    bench_lora.plot([rows[w] for w in bench_lora.MODELS[model].weights], str(tmp_path / "rows.png"))
+    bench_lora.plot([rows[w] for w in of_model.weights], str(tmp_path / "rows.png"))
 
 
 def test_a_row_that_fails_says_why() -> None:
     options = bench_lora.parser().parse_args(["--device", "cpu", "--model", "qwen3_tiny"])
     options.rank = 0
-    (row,) = bench_lora.measure(options, "eager: attention: ours, BF16", nullcontext())
+    (row,) = bench_lora.measure(options, "attention: ours, BF16", nullcontext())
     assert row.note.startswith("ValueError: `r` should be a positive integer")
     assert "- ours, BF16: ValueError: `r` should be" in bench_lora.page([row], options)
 
