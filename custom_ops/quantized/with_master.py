@@ -195,6 +195,14 @@ class GroupedTensorWithMaster(Tensor):
         """Those of its recipe's format for weights, see :attr:`Format.compared`."""
         return self.recipe.weight.compared
 
+    def quantized_weight(self) -> QuantizedWeight:
+        """The parts that a layer's GEMMs read.
+
+        A method, because Dynamo makes constants of the properties of a tensor that is made in a
+        graph, as the local part of a DTensor (torch 2.13).
+        """
+        return self.parts
+
     @property
     def is_whole(self) -> bool:
         """Whether this is all of ``master``, and not a view of another shape, dtype or part."""
