@@ -3,7 +3,7 @@
 from grouped_linear.debugging.compare import Comparison, Difference, compare
 from grouped_linear.debugging.statistics import Load, OperandStatistics, Statistics
 from grouped_linear.debugging.watch import Watch, watch
-from grouped_linear.recipes import fake_quantize
+from grouped_linear.recipes.fake_quantize import fake_quantize
 
 __all__ = [
     "Comparison",

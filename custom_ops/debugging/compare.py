@@ -24,7 +24,8 @@ from grouped_linear.quantized.frozen import KeepsFrozen, frozen_of
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from grouped_linear.recipes import ROLES, DelayedScalingState, Recipe, fake_quantize
+from grouped_linear.recipes import ROLES, DelayedScalingState, Recipe
+from grouped_linear.recipes.fake_quantize import fake_quantize
 
 
 class Difference(NamedTuple):

@@ -13,7 +13,6 @@ from grouped_linear.recipes.delayed import (
     new_state,
     update_scales,
 )
-from grouped_linear.recipes.fake_quantize import fake_quantize
 from grouped_linear.recipes.format import Format, Layouts, Operands, Values, WeightList
 from grouped_linear.recipes.mx import MXFP8BlockScaling
 from grouped_linear.recipes.quantize import (
@@ -64,7 +63,6 @@ __all__ = [
     "Values",
     "WeightList",
     "check_stores",
-    "fake_quantize",
     "is_transposed",
     "new_state",
     "new_weight",
