@@ -94,30 +94,6 @@ def test_raw_capture(recipe: Recipe | None) -> None:
         assert_equal(captured, step(inputs[0].requires_grad_(), *inputs[1:]))
 
 
-@RECIPES
-def test_make_graphed_callables(recipe: Recipe | None) -> None:
-    generator = torch.Generator().manual_seed(2)
-    layer = make_layer(recipe)
-    eager = step_of(layer)
-    x, m_splits, dy = draw_inputs(generator)
-    gc.collect()  # a graph or event that is freed while another graph is recorded spoils it
-    graphed = torch.cuda.make_graphed_callables(layer, (x.requires_grad_(), m_splits))
-    for i in range(20):
-        x, m_splits, dy = draw_inputs(generator)
-        x.requires_grad_()
-        disturb_allocator(i)
-        y = graphed(x, m_splits)
-        # The graph owns its outputs: take copies before the next replay writes over them.
-        grads = torch.autograd.grad(y, (x, layer.weight, layer.bias), dy)
-        got = tuple(t.clone() for t in (y, *grads))
-        # make_graphed_callables patches the module's forward; the eager one is on its class.
-        layer_forward = layer.forward
-        del layer.forward
-        want = eager(x, m_splits, dy)
-        layer.forward = layer_forward
-        assert_equal(got, want)
-
-
 class Experts(nn.Module):
     """Two layers that keep their weights and add gradients to main_grad."""
 
@@ -266,15 +242,3 @@ def test_cudagraph_trees(recipe: Recipe | None) -> None:
     assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] <= 3
     skipped = [key for key in counters["inductor"] if key.startswith("cudagraph_")]
     assert not [key for key in skipped if "skip" in key or "partition" in key], skipped
-
-
-@RECIPES
-def test_determinism(recipe: Recipe | None) -> None:
-    generator = torch.Generator().manual_seed(4)
-    step = step_of(make_layer(recipe))
-    x, m_splits, dy = draw_inputs(generator)
-    x.requires_grad_()
-    first = step(x, m_splits, dy)
-    for i in range(100):
-        disturb_allocator(i)
-        assert_equal(step(x, m_splits, dy), first)

@@ -277,40 +277,24 @@ def test_what_does_not() -> None:
 
 # --- mistakes ------------------------------------------------------------------------------------
 
-MISTAKES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+# A model of every form but for one mistake, which is met at its very end: what is refused, and how.
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "weights": (
-        Block,
+        GroupedExperts,
         {"weights": "int8"},
-        "convert: weights must be None, 'both', 'fp8' or 'mxfp4', got 'int8'",
+        "weights must be None, 'both', 'fp8' or 'mxfp4', got 'int8'",
     ),
     "recipe of weights": (
-        Block,
+        GroupedExperts,
         {"weights": "fp8", "recipe": Float8CurrentScaling()},
-        "convert: weights='fp8' needs the recipe Float8BlockScaling, got "
-        f"{Float8CurrentScaling()!r}",
+        f"weights='fp8' needs the recipe Float8BlockScaling, got {Float8CurrentScaling()!r}",
     ),
     "state": (
         mixtral,
-        {"recipe": DelayedScaling()},
-        "convert: DelayedScaling has a state in each layer, and an experts implementation is a "
+        {"recipe": DelayedScaling(), "weights": None},
+        "DelayedScaling has a state in each layer, and an experts implementation is a "
         "function: choose a recipe without state",
     ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(mistake: str) -> None:
-    make, options, expected = MISTAKES[mistake]
-    model = make()
-    implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    assert sentence(lambda: convert(model, **options)) == expected
-    assert type(model) is type(make())
-    if implementation is not None:
-        assert model.config._experts_implementation == implementation
-
-
-# A model of every form but for one mistake, which is met at its very end: what is refused, and how.
-REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "features of Hugging Face experts": (
         lambda: mixtral(intermediate_size=72),
         {},

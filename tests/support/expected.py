@@ -199,6 +199,14 @@ def wgrad(
     return Output(expected, allowed, dtype)
 
 
+def of_each(one: Output | None) -> Outputs:
+    """The same of a tensor an expert."""
+    assert one is not None
+    assert one.allowed is not None
+    parts = zip(one.expected, one.allowed, strict=True)
+    return [Output(expected, allowed, one.dtype) for expected, allowed in parts]
+
+
 # --- SwiGLU --------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,7 @@ FUSED = {"fuse_wgrad_accumulation": True}
 DEFERRED = {"delay_wgrad_compute": True}
 CACHED = {"cache_weights": True}
 FEATURES = {
+    "plain": Feature(),
     "cached": Feature(CACHED, "bool"),
     "cached_flag": Feature(CACHED, "tensor"),
     "fused": Feature(FUSED),

@@ -5,9 +5,10 @@ T rows, E groups, K in_features, N out_features.
 
 import torch
 
+from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.operands import main_grads
 from support.ops import grouped_mm_wgrad, grouped_mm_wgrad_
 
@@ -18,13 +19,8 @@ def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) ->
 
 
 def expected(sample: Sample) -> Outputs:
-    outputs: Outputs = []
-    (one,) = grouped_mm_wgrad_.expected(sample.but(main_grad=torch.stack(sample["main_grad"])))
-    assert one is not None
-    assert one.allowed is not None
-    for expected, allowed in zip(one.expected, one.allowed, strict=True):
-        outputs.append(Output(expected, allowed, one.dtype))
-    return outputs
+    whole = sample.but(main_grad=torch.stack(sample["main_grad"]))
+    return must.of_each(*grouped_mm_wgrad_.expected(whole))
 
 
 OP = OpInfo(
