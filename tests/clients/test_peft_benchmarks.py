@@ -1,5 +1,6 @@
 """The benchmarks of fine-tuning with PEFT: their rows and losses, at tiny sizes."""
 
+import re
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
@@ -8,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 pytest.importorskip("peft")
@@ -56,6 +58,30 @@ def test_rows_of_a_step(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if bench_lora.PEFT_FP8 in every:
         assert "- PEFT, FP8: 4 of 12 factors get no gradient." in page
     bench_lora.plot([rows[w] for w in of_model.weights], str(tmp_path / "rows.png"))
+
+
+@pytest.mark.usefixtures("fp8_kernels")
+def test_an_adapters_effect_over_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT adds B A to e4m3 numbers, which their scales then make small: docs/fine_tuning.md."""
+    monkeypatch.setattr(bench_lora, "VOCABULARY", 64)
+    sizes = ["--layers", "1", "--batch", "1", "--context", "8"]
+    options = bench_lora.parser().parse_args(["--device=cpu", "--model=qwen3_tiny", *sizes])
+
+    def effect(weights: str) -> Tensor:
+        step = bench_lora.Step(options, bench_lora.EXPERTS, weights)
+        of_experts = [
+            p for name, p in step.forward.named_parameters() if re.search(r"experts.*lora_", name)
+        ]
+        logits = [step.forward(input_ids=step.tokens).logits]
+        generator = torch.Generator().manual_seed(0)
+        for p in of_experts:
+            p.data.copy_(0.05 * torch.randn(p.shape, generator=generator))
+        logits.append(step.forward(input_ids=step.tokens).logits)
+        return (logits[1] - logits[0]).detach().float()
+
+    expected = effect(bench_lora.PEFT)
+    assert (effect(bench_lora.FP8) - expected).norm() < 0.1 * expected.norm()
+    assert effect(bench_lora.PEFT_FP8).norm() < 0.01 * expected.norm()
 
 
 def test_a_row_that_fails_says_why() -> None:
