@@ -277,13 +277,15 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
 
     rows, D = result["rows"], result["processes"]
     layers = list(dict.fromkeys((r["shape"], r["recipe"]) for r in rows))
+    scalings = [s for s in SCALINGS if any(r["scaling"] == s for r in rows)]
+    size = 4.5 * len(layers), 0.5 + 2.75 * len(scalings)
     figure, panels = pyplot.subplots(
-        2, len(layers), squeeze=False, figsize=(4.5 * len(layers), 6), constrained_layout=True
+        len(scalings), len(layers), squeeze=False, figsize=size, constrained_layout=True
     )
     for column, layer in enumerate(layers):
         own = [r for r in rows if (r["shape"], r["recipe"]) == layer]
         (alone,) = (r["ms"] for r in own if r["scaling"] == "one GPU")
-        for panel, scaling in zip(panels[:, column], ("weak", "strong"), strict=True):
+        for panel, scaling in zip(panels[:, column], scalings, strict=True):
             shown = [r for r in own if r["scaling"] == scaling]
             names = [f"{r['way']} limit" if "no capacity" in r["way"] else r["way"] for r in shown]
             rest = [max(0.0, r["ms"] - r["communication"]) for r in shown]
@@ -318,7 +320,7 @@ def arguments() -> argparse.Namespace:
     parser = parallel_run.arguments(__doc__, "shapes", SHAPES, QUICK)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--scalings", nargs="+", choices=SCALINGS, default=list(SCALINGS))
-    parser.add_argument("--plot", action="store_true", help="the newest result that was written")
+    parser.add_argument("--plot", action="store_true", help="the results that were written")
     parser.add_argument("--predict", nargs="+", type=int, metavar="GPUS", help="measure nothing")
     nominal = Machine()
     for name in ("nvlink", "network", "memory"):
@@ -338,18 +340,19 @@ def main() -> None:
         chosen = partial(measure, ways=options.ways, scalings=options.scalings)
         parallel_run.run("parallel", HOW, options, options.shapes, chosen, table)
         return
-    result = recorded()
+    results = recorded()
     if options.predict:
         machine = Machine(options.node, options.nvlink, options.network, options.memory)
-        text = page(options.predict, machine, result)
+        text = page(options.predict, machine, results)
         print(text)
         if options.write:
             (timing.RESULTS / "parallel_predicted.md").write_text(text + "\n")
     if options.plot:
-        assert result is not None, "nothing is recorded: --write does it"
-        path = timing.RESULTS / f"parallel_{result['processes']}_{result['device']}.png"
-        plot(result, path)
-        print(f"written: {path.relative_to(timing.RESULTS.parent.parent)}")
+        assert results, "nothing is recorded: --write does it"
+        for result in results:
+            path = timing.RESULTS / f"parallel_{result['processes']}_{result['device']}.png"
+            plot(result, path)
+            print(f"written: {path.relative_to(timing.RESULTS.parent.parent)}")
 
 
 if __name__ == "__main__":

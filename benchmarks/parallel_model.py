@@ -18,7 +18,7 @@ token's rows read and write.
 Where GPUs are more than D, each expert is on several, and FSDP2 gathers its weights twice and
 reduces its gradient once a step. This is a column of its own, because FSDP2 overlaps it.
 
-A recorded result of one node gives NVLink's, memory's and the fixed part, by least squares. What is
+Recorded results of one node give NVLink's, memory's and the fixed part, by least squares. What is
 not measured is nominal, times REACHED.
 
 T tokens of a GPU, D GPUs that share the experts, E experts, C chosen for a token, H and F features,
@@ -166,27 +166,32 @@ def weights(shape: Shape, gpus: int, D: int, machine: Machine) -> float:
 # --- what a recorded result says -----------------------------------------------------------------
 
 
-def recorded(folder: Path = timing.RESULTS) -> dict[str, Any] | None:
-    """The newest result of GPUs of one node that ``--write`` left; None if there is none."""
-    files = [
-        path
-        for path in folder.glob("parallel_*.json")
+def recorded(folder: Path = timing.RESULTS) -> list[dict[str, Any]]:
+    """What ``--write`` left of GPUs of one node: all results of the kind with the most GPUs."""
+    found = [
+        json.loads(path.read_text())
+        for path in sorted(folder.glob("parallel_*.json"))
         if not {"cpu", "training"} & set(path.stem.split("_"))
     ]
-    if not files:
-        return None
-    result: dict[str, Any] = json.loads(max(files, key=lambda p: p.stat().st_mtime).read_text())
-    return result
+    if not found:
+        return []
+    most = max(found, key=lambda result: int(result["processes"]))
+    return [result for result in found if result["device"] == most["device"]]
 
 
-def fitted(result: Mapping[str, Any], machine: Machine) -> Machine:
-    """The machine with NVLink's and memory's rates and the fixed part of a recorded result.
+def fitted(results: Sequence[Mapping[str, Any]], machine: Machine) -> Machine:
+    """The machine with NVLink's and memory's rates and the fixed part of recorded results.
 
     Least squares of relative errors, none of the three negative: the best of all their subsets.
     """
-    D, rows = result["processes"], [r for r in result["rows"] if r["way"] in FITTED]
+    rows = [
+        (r, int(result["processes"]))
+        for result in results
+        for r in result["rows"]
+        if r["way"] in FITTED
+    ]
     parts, took = [], []
-    for r in rows:
+    for r, D in rows:
         shape, way = SHAPES[r["shape"]], WAYS[r["way"]]
         taken = links(shape, r["tokens"], D, way, machine.node)
         moved = memory_bytes(shape, r["tokens"], D, way)
@@ -207,21 +212,21 @@ def fitted(result: Mapping[str, Any], machine: Machine) -> Machine:
     fit = replace(machine, nvlink=one_ms[0], memory=one_ms[1], fixed=1e3 * best.get(2, 0.0))
     off = [
         communication(SHAPES[r["shape"]], r["tokens"], D, WAYS[r["way"]], fit) / r["communication"]
-        for r in rows
+        for r, D in rows
     ]
+    gpus = " and ".join(str(result["processes"]) for result in results)
+    commits = " and ".join(dict.fromkeys(str(result["commit"]) for result in results))
     return replace(
         fit,
         measured=f"NVLink, memory and the fixed part fit {len(rows)} rows of "
-        f"{result['about'][0]}, {D} GPUs, commit {result['commit']}: "
+        f"{results[0]['about'][0]}, {gpus} GPUs, commit {commits}: "
         f"predicted over measured {min(off):.2f} to {max(off):.2f}",
     )
 
 
-def layer_times(result: Mapping[str, Any] | None) -> dict[tuple[str, str], float]:
+def layer_times(results: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
     """Milliseconds of a layer on one GPU, by shape and recipe."""
-    if result is None:
-        return LAYER_MS
-    alone = [r for r in result["rows"] if r["scaling"] == "one GPU"]
+    alone = [r for result in results for r in result["rows"] if r["scaling"] == "one GPU"]
     return {**LAYER_MS, **{(r["shape"], r["recipe"]): r["ms"] for r in alone}}
 
 
@@ -292,7 +297,7 @@ def best_ways(shape: Shape, layer_ms: float, machine: Machine) -> str:
     )
 
 
-def page(counts: Sequence[int], machine: Machine, result: Mapping[str, Any] | None) -> str:
+def page(counts: Sequence[int], machine: Machine, results: Sequence[Mapping[str, Any]]) -> str:
     """All that ``--predict`` prints."""
     nominal = replace(
         machine,
@@ -300,7 +305,7 @@ def page(counts: Sequence[int], machine: Machine, result: Mapping[str, Any] | No
         network=machine.network * REACHED,
         memory=machine.memory * REACHED,
     )
-    used = nominal if result is None else fitted(result, nominal)
+    used = fitted(results, nominal) if results else nominal
     basis = used.measured or (
         f"no result of several GPUs is recorded: these are {REACHED:.0%} of nominal bandwidths, "
         f"and {used.fixed / COLLECTIVES:.0f} us a collective"
@@ -314,7 +319,7 @@ def page(counts: Sequence[int], machine: Machine, result: Mapping[str, Any] | No
         f"network {used.network:.0f}, memory {used.memory:.0f}; fixed {used.fixed:.0f} us a step\n"
         f"- {basis}",
     ]
-    for (name, recipe), ms in layer_times(result).items():
+    for (name, recipe), ms in layer_times(results).items():
         shape = SHAPES[name]
         text += [
             f"## {name}, {recipe}: {ms:.3f} ms on one GPU for {shape.T} tokens, measured",

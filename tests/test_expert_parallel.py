@@ -530,8 +530,10 @@ def check_looked_into(rank: int, directory: Path) -> None:
     with pytest.raises(ValueError, match="are spread over processes of this group"):
         seen.read(dist.group.WORLD)
     seen.remove()
-    with pytest.raises(ValueError, match="its experts are on several processes: compare it before"):
-        compare_with_plain(parallel, lambda: step(parallel, *(t[own(rank)] for t in data)))
+    fsdp: Any = fully_shard(make(**BLOCK), mesh=mesh())
+    for sharded in (parallel, fsdp):
+        with pytest.raises(ValueError, match="its parameters are on several processes: compare it"):
+            compare_with_plain(sharded, lambda model=sharded: model(data[0], *route(data[1])))
     # torch's words: its reducer knows plain tensors.
     for model in (parallel, nn.Sequential(nn.Linear(H, H, device=device()), parallel)):
         with pytest.raises((RuntimeError, NotImplementedError), match=r"DTensor|sharding strategy"):
@@ -584,9 +586,10 @@ def check_benchmark(rank: int, directory: Path) -> None:
 
 
 def check_training_benchmark(rank: int, directory: Path) -> None:
-    """All ways over several processes learn the same, and FSDP2 gathers less where it is FP8."""
-    rows = training.measure(None, "tiny", "block", mesh(), rounds=1)
-    assert [row.way for row in rows] == [*training.ways_of("block")]
+    """Ways over several processes learn the same, and FSDP2 gathers less where it is FP8."""
+    ways = "FSDP2", "FSDP2" + training.BOTH, "all_gather" + training.COMPILED, "all_to_all, FP8"
+    rows = training.measure(ways, "tiny", "block", mesh(), rounds=1)
+    assert {row.way for row in rows} == {*ways, *map(training.alone, ways)}
     assert all(row.ms > 0 and row.efficiency > 0 for row in rows)
     of_way = {row.way: row for row in rows}
     for row in rows:

@@ -42,35 +42,35 @@ def test_a_step_by_hand() -> None:
     assert parallel_model.weights(SHAPE, 32, 8, MACHINE) == pytest.approx(weights / 40 / 1e6)
 
 
-def result_of(machine: Machine) -> dict[str, Any]:
+def result_of(machine: Machine, D: int = 2) -> dict[str, Any]:
     """What ``--write`` would leave of a machine that is as the model says."""
     rows = []
     for name in ("qwen3_30b", "mixtral"):
         row = {"shape": name, "recipe": "block", "efficiency": 0.5}
         rows.append({**row, "scaling": "one GPU", "way": "-", "ms": 4.0, "communication": 0.0})
         for way, how in WAYS.items():
-            for scaling, tokens in (("weak", SHAPES[name].T), ("strong", SHAPES[name].T // 2)):
-                talk = parallel_model.communication(SHAPES[name], tokens, 2, how, machine)
+            for scaling, tokens in (("weak", SHAPES[name].T), ("strong", SHAPES[name].T // D)):
+                talk = parallel_model.communication(SHAPES[name], tokens, D, how, machine)
                 times = {"ms": 4.0 + talk, "communication": talk, "tokens": tokens}
                 rows.append({**row, "scaling": scaling, "way": way, **times})
-    return {"about": ["a GPU"], "device": "gpu", "processes": 2, "commit": "abc", "rows": rows}
+    return {"about": ["a GPU"], "device": "gpu", "processes": D, "commit": "abc", "rows": rows}
 
 
 def test_recorded_results_give_the_parameters() -> None:
-    fit = parallel_model.fitted(result_of(MACHINE), Machine())
+    fit = parallel_model.fitted([result_of(MACHINE), result_of(MACHINE, 4)], Machine())
     for name in ("nvlink", "memory", "fixed"):
         assert getattr(fit, name) == pytest.approx(getattr(MACHINE, name), rel=1e-6)
     assert fit.network == Machine().network
     assert fit.measured.endswith("predicted over measured 1.00 to 1.00")
-    free = parallel_model.fitted(result_of(replace(MACHINE, fixed=0.0)), Machine())
+    free = parallel_model.fitted([result_of(replace(MACHINE, fixed=0.0))], Machine())
     assert free.fixed == pytest.approx(0.0, abs=1e-6)
 
 
 def test_pages_say_what_they_are() -> None:
-    for result in (None, result_of(MACHINE)):
-        text = parallel_model.page([8, 64], Machine(), result)
+    for results in ([], [result_of(MACHINE)]):
+        text = parallel_model.page([8, 64], Machine(), results)
         assert text.startswith("# Predictions for more GPUs: not measured")
-        assert ("no result of several GPUs is recorded" in text) == (result is None)
+        assert ("no result of several GPUs is recorded" in text) == (not results)
         assert "Fastest: all_gather" in text
         assert "| 64 | **all_to_all, FP8**" in text
 

@@ -162,6 +162,7 @@ def test_four_gpus(check: str, passes_on_gpus: Passes) -> None:
 def step_in_which_one_dies(rank: int, directory: Path, backend: str, processes: int) -> None:
     """The last process is killed between its forward and its backward; the others say an error."""
     choose_device(rank, backend)
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # for a dump it waits another minute
     dist.init_process_group(
         backend,
         init_method=f"file://{directory / 'rendezvous'}",
@@ -188,7 +189,7 @@ def check_killed(backend: str, processes: int, directory: Path) -> None:
     arguments = directory, backend, processes
     with started(step_in_which_one_dies, arguments, backend, processes) as context:
         for process in context.processes:
-            process.join(2 * PATIENCE + 60)  # a process of GPUs takes long to start
+            process.join(PATIENCE + 60)  # a process of GPUs takes long to start
         codes = [process.exitcode for process in context.processes]
         for process in context.processes:
             process.kill()

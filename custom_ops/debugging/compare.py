@@ -22,6 +22,7 @@ from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.quantized.frozen import KeepsFrozen, frozen_of
 from grouped_linear.quantized.state_dict import SCALE
+from grouped_linear.quantized.weight import is_dtensor
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import ROLES, DelayedScalingState, Recipe
@@ -89,8 +90,8 @@ def compare(
         compiled: compare compiled copies of the layers, with ``fullgraph=True``.
 
     Raises:
-        ValueError: for a model without such layers, with experts of a checkpoint in FP8 or on
-            several processes, or if no backward reached one of them.
+        ValueError: for a model without such layers, with experts of a checkpoint in FP8 or sharded
+            ones, or if no backward reached one of them.
 
     >>> from grouped_linear import Float8BlockScaling, GroupedLinear
     >>> layer = GroupedLinear(2, 128, 64, bias=False, recipe=Float8BlockScaling())
@@ -111,9 +112,10 @@ def compare(
         where = f"compare: {name or type(model).__name__}"
         if roles and recipe.has_state:
             raise ValueError(f"{where}: roles=True needs a recipe without state, got {recipe!r}")
-        if getattr(module, "dispatcher", None) is not None:
+        if any(map(is_dtensor, module.parameters())):
             raise ValueError(
-                f"{where}: its experts are on several processes: compare it before ExpertParallel"
+                f"{where}: its parameters are on several processes: compare it before they are "
+                "sharded"
             )
         plain = (p for p in module.parameters() if type(p) is nn.Parameter)
         in_bytes = any(p.element_size() == 1 for p in plain)

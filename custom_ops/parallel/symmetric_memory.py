@@ -106,6 +106,8 @@ def _(rows: Tensor, splits: Tensor, max_rows: int, group: str) -> Tensor:
 
 @all_to_all_v.register_kernel("cuda")
 def _(rows: Tensor, splits: Tensor, max_rows: int, group: str) -> Tensor:
+    if not (len(rows) and max_rows):  # on every process
+        return rows.new_zeros((max_rows, rows.size(1)))
     words = _as_words(rows)
     row_bytes = ceil_div(words.size(1) * words.element_size(), _ROW_BYTES) * _ROW_BYTES
     buffers = _buffers(_resolve(group), rows.device)
