@@ -1,6 +1,7 @@
 """The same inputs give the same bits with every number of threads; test_ops.py calls twice."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -114,30 +115,83 @@ def test_large_fp8_gemms_give_the_same_bits(name: str, out_dtype: torch.dtype) -
 
 
 @needs_gpu
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_gemms_that_share_the_gpu(fp8: bool) -> None:
-    """Clusters of a persistent kernel start late where another kernel holds their SMs."""
-    T, E, K, N = 16384, 8, 1024, 2048
+@pytest.mark.parametrize(
+    "operands", ["16 bits", "transposed weight", "gathered rows", "adapter", "blocks"]
+)
+def test_gemms_that_share_the_gpu(operands: str) -> None:
+    """Clusters of a persistent kernel start late where another kernel holds their SMs.
+
+    On sm_90 each of the two products then has a counter of tiles, in memory that a replay finds as
+    the replay before left it. What is expected is computed 2048 rows at a time, in too few tiles
+    for that.
+    """
+    T, E, K, N = 16384, 8, 2048, 2048
     x = torch.randn(T, K, device="cuda", dtype=BF16)
     w = torch.randn(E, N, K, device="cuda", dtype=BF16)
-    offs = (torch.rand(E, device="cuda").cumsum(0) * T / E).int()
+    low = torch.randn(T, 16, device="cuda", dtype=BF16)
+    up = torch.randn(E, 16, N, device="cuda", dtype=BF16)
+    numbers = torch.randperm(T, device="cuda")
+    offs = torch.zeros(E, device="cuda", dtype=torch.int32)
+    # Long and few tiles hold some SMs. Once these are free, the stream with priority takes them.
+    long_x = torch.randn(256, 32768, device="cuda", dtype=BF16)
+    long_w = torch.randn(1, 1024, 32768, device="cuda", dtype=BF16)
+    long_offs = torch.tensor([256], device="cuda", dtype=torch.int32)
+    holding, side = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
 
-    def gemm() -> Tensor:
-        if not fp8:
-            return ops.grouped_mm(x, w.mT, offs)
-        q, (w_q, scale, _) = ops.group_quantize(x, offs), ops.quantize_weight(w)
-        assert q.q is not None
-        return ops.grouped_scaled_mm(q.q, w_q.mT, q.scale, scale.mT, offs)
+    def product(rows: slice, experts: slice, offs: Tensor) -> Tensor:
+        if operands == "blocks":
+            q, (w_q, scale, _) = ops.group_quantize(x[rows], offs), ops.quantize_weight(w[experts])
+            return ops.grouped_scaled_mm(q.q, w_q.mT, q.scale, scale.mT, offs)
+        b = w[experts].mT
+        if operands == "transposed weight":
+            b = b.contiguous()
+        if operands == "gathered rows":
+            return ops.grouped_mm(x, b, offs, rows=numbers[rows])
+        if operands == "adapter":
+            return ops.grouped_mm(x[rows], b, offs, a_low=low[rows], b_low=up[experts])
+        return ops.grouped_mm(x[rows], b, offs)
 
-    expected, side = gemm(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    for _ in range(10):
+    def expected(ends: list[int]) -> Tensor:
+        y = torch.zeros(T, N, device="cuda", dtype=BF16)
+        for e, (begin, end) in enumerate(pairwise([0, *ends])):
+            for first in range(begin, end, 2048):
+                rows = slice(first, min(first + 2048, end))
+                count = torch.tensor([rows.stop - first], device="cuda", dtype=torch.int32)
+                y[rows] = product(rows, slice(e, e + 1), count)
+        return y
+
+    def both() -> tuple[Tensor, Tensor]:
+        holding.wait_stream(torch.cuda.current_stream())
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(holding):
+            ops.grouped_mm(long_x, long_w.mT, long_offs)
+        result = product(slice(T), slice(E), offs)
         with torch.cuda.stream(side):
-            beside = gemm()
-        results = gemm(), beside
-        torch.cuda.synchronize()
-        for result in results:
-            assert_same_bits(result, expected)
+            beside = product(slice(T), slice(E), offs)
+        torch.cuda.current_stream().wait_stream(holding)
+        torch.cuda.current_stream().wait_stream(side)
+        return result, beside
+
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for ends in (
+        [1000, 4000, 4001, 4100, 9000, 9500, 16000, 16384],
+        [0] * 8,
+        [0, 0, T, T, T, T, T, T],
+        [100, 200, 300, 400, 500, 600, 700, 800],
+        [0, 5000, 5000, 5000, 13000, 13000, 13001, 13001],
+    ):
+        offs.copy_(torch.tensor(ends))
+        y = expected(ends)
+        assert y.isfinite().all()
+        for _ in range(3):
+            poison_freed_memory("cuda")
+            graph.replay()
+            for result in (*captured, *both()):
+                assert torch.equal(result, y)
+                result.fill_(torch.nan)  # which the next calls find
 
 
 @needs_bf16_units

@@ -54,14 +54,24 @@ CUtensorMap out_map(const char* op, const EpilogueArguments& epilogue, int cols)
       {static_cast<uint32_t>(line), Config::kEpilogueRows, Config::kEpilogueBuffers, 1, 1}, true);
 }
 
-// Room for the tile counter and split-K slots, where a K-grouped GEMM may be worth splitting.
+// Room for the tile counter, where the GEMM may draw tickets, and for split-K slots, where a
+// K-grouped one may be worth splitting.
 template <typename Config>
-std::optional<Tensor> split_k_room(const Tensor& like, const GemmShape& shape, int clusters) {
-  constexpr int64_t slot_bytes =
-      kFlagsPerSlot * sizeof(uint64_t) + kAccumulatorsPerSlot<Config> * sizeof(float);
-  if (!Config::kSplitsK || shape.T < 2 * kMinLeadingUnits * Config::kUnitK) return {};
-  return new_tensor(like, {kCounterWords * int64_t{sizeof(uint64_t)} + clusters * slot_bytes},
-                    ScalarType::Byte);
+std::optional<Tensor> scheduler_room(const Tensor& like, const GemmShape& shape, int clusters) {
+  constexpr int64_t counter_bytes = kCounterWords * int64_t{sizeof(uint64_t)};
+  if constexpr (Config::kKGrouped) {
+    constexpr int64_t slot_bytes =
+        kFlagsPerSlot * sizeof(uint64_t) + kAccumulatorsPerSlot<Config> * sizeof(float);
+    if (shape.T < 2 * kMinLeadingUnits * Config::kUnitK) return {};
+    return new_tensor(like, {counter_bytes + clusters * slot_bytes}, ScalarType::Byte);
+  } else {
+    const int64_t most_tiles =
+        (shape.T / (2 * kTileM) + shape.E) * int64_t{col_tiles<Config>(shape)};
+    if (!kDrawsTickets<Config> || shape.K < kTicketsMinK<Config> ||
+        most_tiles <= kTicketRounds<Config> * clusters)
+      return {};
+    return new_tensor(like, {counter_bytes}, ScalarType::Byte);
+  }
 }
 
 // What a GatherProducer reads: rows of the source, and their scales in FP8.
@@ -99,12 +109,14 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const GroupedGemm& gemm,
   maps.out = epilogue.aligned ? out_map<Config>(op, epilogue, out_cols) : maps.a;
 
   const int clusters = std::min(launch.multiprocessors() / kClusterSize, kMaxClusters);
-  const std::optional<Tensor> room = split_k_room<Config>(gemm.offs, shape, clusters);
+  const std::optional<Tensor> room = scheduler_room<Config>(gemm.offs, shape, clusters);
   SplitKWorkspace workspace{};
   if (room) {
     workspace.tile_counter = static_cast<uint64_t*>(room->data_ptr());
-    workspace.flags = workspace.tile_counter + kCounterWords;
-    workspace.accumulators = reinterpret_cast<float*>(workspace.flags + clusters * kFlagsPerSlot);
+    if (Config::kSplitsK) {
+      workspace.flags = workspace.tile_counter + kCounterWords;
+      workspace.accumulators = reinterpret_cast<float*>(workspace.flags + clusters * kFlagsPerSlot);
+    }
   }
 
   constexpr auto kernel = grouped_gemm_kernel<Config, Epilogue>;

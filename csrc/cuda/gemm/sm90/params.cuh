@@ -17,9 +17,9 @@ struct Scale128x128View {
 
 // Slots count from 1. A slot has a flag and accumulators of every math warp of both blocks.
 struct SplitKWorkspace {
-  uint64_t* tile_counter;  // see Scheduler
-  uint64_t* flags;
-  float* accumulators;  // null: there is no workspace, and no tile is split
+  uint64_t* tile_counter;  // see Scheduler. Null: static rounds alone
+  uint64_t* flags;         // K-grouped, as the accumulators
+  float* accumulators;
 };
 
 // References to the kernel's parameters: in one struct by value, ptxas makes other code.

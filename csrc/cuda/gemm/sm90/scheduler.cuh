@@ -28,8 +28,15 @@
 // writing. Clusters in static rounds would drift apart, and with them the DRAM pages that are open
 // at a time.
 //
-// An M-grouped GEMM has static rounds alone. It splits no tile: a row's result depends on that row
-// and its group's matrix alone, to the bit.
+// An M-grouped GEMM draws tickets from each cluster's second tile on, or has static rounds alone:
+// see scheduler_room (launch.h). Another kernel may hold SMs, as NCCL's do while they wait and copy.
+// Clusters that start late then find less to do. In static rounds they begin when the others end
+// (H200, 2026-11: within a long all-gather 1.81 to 1.90 times the time, with tickets 1.22 to 1.26).
+// No tile is split: a row's result depends on that row and its group's matrix alone, to the bit.
+//
+// A cluster draws for kTilesAhead tiles before its first one is computed. So tickets are for GEMMs
+// with more tiles than that a cluster: else the clusters that start first would take all. See
+// kTicketRounds.
 #pragma once
 
 #include "cuda/gemm/sm90/split_k.cuh"
@@ -43,6 +50,23 @@ constexpr int kFixupUnits = 4;
 constexpr int kMinLeadingUnits = 8;
 constexpr int kMaxSlicesPerTile = 8;  // adding more slices would take longer than computing them
 
+// Whether a kernel may draw tickets. Store warps with elementwise work have no time to wait for one
+// (H200, 2026-11: fprop with SwiGLU takes 1.39 of its time). FP8 that gathers takes 1.008. Not
+// measured where b is in MXFP4.
+template <typename Config>
+constexpr bool kDrawsTickets = Config::kKGrouped || !(Config::kElementwise || Config::kDecodesB ||
+                                                      (Config::kFp8 && Config::kGathersRows));
+// An M-grouped GEMM with a shorter K, or with no more tiles a cluster, has static rounds, because
+// tickets may take more than 1.005 of its time (H200, 2026-11: K of 512 in FP8 1.023, with gathered
+// rows 1.010; 4.7 tiles a cluster 1.011). Between 512 and 2048, gathered rows were not measured.
+template <typename Config>
+constexpr int kTicketsMinK = Config::kGathersRows ? 2048
+                             : Config::kFp8       ? 768
+                                                  : 512;
+template <typename Config>
+constexpr int kTicketRounds =
+    Config::kKGrouped ? Config::kTilesAhead : larger(Config::kTilesAhead, 5);
+
 // The schedule of this block's cluster. units: of K, that every tile has (0: they differ).
 template <typename Config>
 __device__ __forceinline__ Schedule make_schedule(int tiles, int units, bool has_workspace) {
@@ -52,8 +76,8 @@ __device__ __forceinline__ Schedule make_schedule(int tiles, int units, bool has
   schedule.whole_tiles = tiles;
   if (!has_workspace) return schedule;
   if (units <= kShortK) {
-    if (tiles > Config::kTilesAhead * clusters && tiles < 1 << 24) {
-      schedule.whole_tiles = Config::kTilesAhead * clusters;
+    if (tiles > kTicketRounds<Config> * clusters && tiles < 1 << 24) {
+      schedule.whole_tiles = (Config::kKGrouped ? Config::kTilesAhead : 1) * clusters;
       schedule.dynamic_tiles = tiles - schedule.whole_tiles;
     }
     return schedule;
@@ -146,8 +170,9 @@ class Scheduler {
                           ? shared_.active_groups * static_cast<int>(counts_.matrix.divisor)
                           : shared_.groups.tile_end[shape_.E - 1];
     Schedule& schedule = shared_.schedule;
-    if constexpr (Config::kSplitsK) {
-      const int units = (shared_.rows_of_each + Config::kUnitK - 1) / Config::kUnitK;
+    if constexpr (kDrawsTickets<Config>) {
+      const int units =
+          Config::kSplitsK ? (shared_.rows_of_each + Config::kUnitK - 1) / Config::kUnitK : 0;
       schedule = make_schedule<Config>(tiles, units, counter_ != nullptr);
       if (schedule.dynamic_tiles > 0 && blockIdx.x == 0) atomicExch(counter_, kStamp);
     } else {
@@ -218,10 +243,10 @@ class Scheduler {
     if (schedule.next_tile < schedule.whole_tiles) {
       number = schedule.next_tile;
       schedule.next_tile += gridDim.x / kClusterSize;
-    } else if constexpr (Config::kSplitsK) {
+    } else if constexpr (kDrawsTickets<Config>) {
       if (schedule.dynamic_tiles > 0) {
         number = draw();
-      } else if (schedule.slices > 0) {
+      } else if (Config::kSplitsK && schedule.slices > 0) {
         --schedule.slices;
         last_round_tile = schedule.first_tile;
         schedule.first_tile += schedule.tile_stride;
