@@ -534,6 +534,12 @@ def check_looked_into(rank: int, directory: Path) -> None:
     for sharded in (parallel, fsdp):
         with pytest.raises(ValueError, match="its parameters are on several processes: compare it"):
             compare_with_plain(sharded, lambda model=sharded: model(data[0], *route(data[1])))
+    replica = DistributedDataParallel(make(**BLOCK))
+    found = [
+        compare_with_plain(model, lambda model=model: step(model, *data)).differences
+        for model in (make(**BLOCK), replica)
+    ]
+    assert [d[1:] for d in found[0]] == [d[1:] for d in found[1]]
     # torch's words: its reducer knows plain tensors.
     for model in (parallel, nn.Sequential(nn.Linear(H, H, device=device()), parallel)):
         with pytest.raises((RuntimeError, NotImplementedError), match=r"DTensor|sharding strategy"):
