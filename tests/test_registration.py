@@ -217,6 +217,13 @@ watch_operand_(Tensor(a!) stats, Tensor turn, int operand, Tensor? x, Tensor? q=
     )
 
 
+# Defaults of functions where those of the schemas are None.
+OUT_DTYPES = {
+    **dict.fromkeys(("group_quantize_current", "group_quantize_delayed"), reference.E4M3),
+    **dict.fromkeys(("grouped_scaled_mm", "grouped_scaled_mm_wgrad", "dequantize_mxfp4"), BF16),
+}
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_wrappers_take_what_the_schemas_take(op: str) -> None:
     parameters = inspect.signature(getattr(ops, op)).parameters
@@ -224,9 +231,11 @@ def test_wrappers_take_what_the_schemas_take(op: str) -> None:
     taken = [name for p in parameters for name in (form if p == "activation" else [p])]
     arguments = overload(op)._schema.arguments
     assert taken == [a.name for a in arguments]
-    for a in arguments:  # a function's out_dtype may have a default of its own
+    for a in arguments:
         if a.has_default_value() and a.name in parameters and a.name != "out_dtype":
             assert parameters[a.name].default == a.default_value, a
+    if "out_dtype" in parameters:
+        assert parameters["out_dtype"].default in (OUT_DTYPES.get(op), inspect.Parameter.empty)
 
 
 # --- versions ------------------------------------------------------------------------------------

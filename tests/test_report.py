@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import runpy
 import sys
 
 import pytest
@@ -31,9 +32,11 @@ def test_command_prints_the_report() -> None:
     assert "fails" not in table
 
 
-def test_the_version() -> None:
-    done = run([sys.executable, "-m", "grouped_linear", "--version"], check=True)
-    assert done.stdout == f"{grouped_linear.__version__}\n"
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["grouped_linear", "--version"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("grouped_linear", run_name="__main__")
+    assert capsys.readouterr().out == f"{grouped_linear.__version__}\n"
 
 
 def test_a_reader_that_stops_early() -> None:

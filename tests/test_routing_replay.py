@@ -173,7 +173,9 @@ def test_every_router_of_the_library(module: str, name: str) -> None:
 
 
 @DEVICES
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.nightly)]
+)
 def test_compiled_in_one_graph(family: str, device: str) -> None:
     """The same graph takes any routing: nothing of it is a constant, no context compiles again."""
     model, ids = converted(family, device), tokens(device, B, S)
@@ -293,8 +295,13 @@ def test_two_forwards_before_their_backward() -> None:
     assert torch.equal(recording.routing.experts, expected)
 
 
-@pytest.mark.parametrize("place", ["router", "experts", "block", "layer", "model"])
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
+@pytest.mark.parametrize(
+    ("wrap", "place"),
+    [
+        *((checkpoint_wrapper, p) for p in ("router", "experts", "block", "layer", "model")),
+        *((partial(torch.compile, backend="eager"), p) for p in ("router", "model")),
+    ],
+)
 def test_wrapped_modules(wrap: Any, place: str) -> None:
     model, ids, experts = converted("mixtral"), tokens("cpu", B, S), random_experts()
     layer = model.model.layers[0]

@@ -55,6 +55,7 @@ MISTAKES: list[Callable[[Any], Any]] = [
     lambda layer: layer(torch.ones(5, K).double(), **FP8),
     lambda layer: layer(torch.ones(5, K, dtype=BF16)),
     lambda layer: layer(torch.ones(())),
+    lambda layer: layer(torch.ones(5, 0)),
     lambda layer: layer(first=FLAG),
     lambda layer: layer(first=torch.tensor(1)),
     lambda layer: layer(first=FLAG[0].to("meta")),
@@ -76,6 +77,8 @@ MISTAKES: list[Callable[[Any], Any]] = [
 OTHERS: list[Callable[[], Any]] = [
     lambda: linear(torch.ones(5, N)),
     lambda: mlp(torch.ones(5, N)),
+    lambda: linear(cast=torch.float64),
+    lambda: linear(cast=torch.float64, return_bias=True),
     lambda: linear(m_splits=10),
     lambda: linear(m_splits=None),
     lambda: linear(m_splits=[1, 2, 2]),
@@ -119,6 +122,7 @@ RuntimeError: grouped_linear: x must be bfloat16, float16 or float32, got float6
 RuntimeError: grouped_linear: x must be bfloat16, float16 or float32, got float64
 RuntimeError: grouped_linear: x is bfloat16, weight float32: cast one of them, or use torch.autocast
 RuntimeError: grouped_linear: x must have a last dimension of a positive multiple of 16, got shape []
+RuntimeError: grouped_linear: x must have a last dimension of a positive multiple of 16, got shape [5, 0]
 RuntimeError: GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 1-D bool on cpu
 RuntimeError: GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 0-D int64 on cpu
 RuntimeError: GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 0-D bool on meta
@@ -144,6 +148,8 @@ def test_of_one_layer() -> None:
         """\
 RuntimeError: grouped_linear: K differs: x has 32, weight 16
 RuntimeError: grouped_mlp: gate_up_proj must be [E, 2 F, 32], as x has 32 features, got [2, 64, 16]
+RuntimeError: grouped_linear: bias must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
+RuntimeError: grouped_linear: bias must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
 TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got 10
 TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got None
 RuntimeError: grouped_linear: E differs: m_splits, the rows of each expert, has 3, weight 2
