@@ -1,13 +1,12 @@
-"""The README's table and picture, and two pieces of docs/performance.md, from records of one GPU.
+"""The README's table and picture, and a table of docs/performance.md, from records of one GPU.
 
-    python -m benchmarks.front_page  # anywhere: prints two tables and a line, draws the picture
+    python -m benchmarks.front_page  # anywhere: prints two tables, draws the picture
 
 They are made of benchmarks/results/, written on the GPU by
 
     python -m benchmarks.bench_training_step --write  # steps of an expert layer
     python -m benchmarks.compiled_vs_eager --write    # steps of a model
     python -m benchmarks.bench_lora --compile         # steps of adapters
-    python -m benchmarks.demo --write                 # the losses
 
 Speed is torch's time over a layer's, the median of the rounds of one run.
 """
@@ -38,8 +37,6 @@ LAYERS = {
 }
 HEADS = [SERIES[series][0] for series in LAYERS.values()]
 HEADS[-1] = 'ours, FP8, `weights="both"`'
-LOSSES = ("BF16", "FP8")
-MODES = ("eager", "compiled", "compiled + graphs")  # a run of the demo in each
 Rows = dict[tuple[str, str], dict[str, str]]  # by model and layer
 Row = tuple[str, *tuple[tuple[float, float], ...]]  # of torch and of ours: ms, GiB
 
@@ -52,11 +49,6 @@ def read(path: Path) -> list[dict[str, str]]:
 def steps(gpu: str) -> Rows:
     rows = read(timing.RESULTS / f"bench_training_step_{gpu}.csv")
     return {(row["shape"], row["layer"]): row for row in rows}
-
-
-def demos(gpu: str) -> list[Path]:
-    """Where the losses may be: of this GPU, else of an H200."""
-    return [timing.RESULTS / f"demo_{name}.csv" for name in (gpu, "nvidia_h200")]
 
 
 def table(gpu: str) -> str:
@@ -127,22 +119,6 @@ def _speeds(of_layers: Sequence[Mapping[str, str]], ms: str, times: str) -> list
     return [f"{float(torchs[ms]):.2f} ms", *(f"{float(row[times]):.2f}x" for row in others)]
 
 
-def losses_line(losses: Sequence[dict[str, str]]) -> str:
-    count, commit = losses[0]["steps"], losses[0]["commit"]
-    ranges = " and ".join(f"{held_out(name, losses)} in {name}" for name in LOSSES)
-    return (
-        f"Held-out loss of a language model after {count} steps, three runs each: {ranges} "
-        f"(commit {commit})"
-    )
-
-
-def held_out(precision: str, losses: Sequence[dict[str, str]]) -> str:
-    """The range over the demo's runs."""
-    runs = {f"{precision} {mode}" for mode in MODES}
-    found = sorted(row["held_out"] for row in losses if row["run"] in runs)
-    return f"{found[0]} to {found[-1]}"
-
-
 def plot(rows: Rows, title: str, path: Path) -> None:
     """Bars of each model: how fast a whole step is, and its forward and backward."""
     mpl.use("Agg")
@@ -171,10 +147,8 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=PICTURE)
     options = parser.parse_args()
     rows = steps(options.gpu)
-    demo = next(path for path in demos(options.gpu) if path.exists())
-    print(f"{table(options.gpu)}\n\n{whole_table(rows)}\n\n{losses_line(read(demo))}.")
-    print(f"\nlosses: {demo.stem.removeprefix('demo_')}")
-    print(f"steps: {', '.join(sorted({row['commit'] for row in rows.values()}))}")
+    print(f"{table(options.gpu)}\n\n{whole_table(rows)}")
+    print(f"\nsteps: {', '.join(sorted({row['commit'] for row in rows.values()}))}")
     card = options.gpu.split("_")[1].upper()
     plot(rows, f"A training step of an expert layer on one {card}", options.picture)
     print(f"picture: {options.picture}")

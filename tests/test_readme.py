@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import grouped_linear
-from benchmarks import front_page
+from benchmarks import convergence_report, front_page, timing
 from grouped_linear import ops, parallel, recipes, te
 from support.documents import ROOT, examples
 from support.gpt_oss import write_checkpoint
 from support.versions import AOTI_READS_DTYPES, skipping_for_old_transformers
 
 README = (ROOT / "README.md").read_text()
+LOSSES = timing.RESULTS / "convergence_nvidia_h200.csv"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WITH_EXAMPLES = [page for page in PAGES if examples(page.read_text())]
 KEYS = {"fake": "Meta", "CPU": "CPU", "gradient": "Autograd"}
@@ -47,10 +48,11 @@ def test_snippets_run_as_they_are_copied(snippet: str) -> None:
 def test_figures_of_the_readme_are_those_that_are_printed() -> None:
     gpu = "nvidia_h100_80gb_hbm3"
     performance = (ROOT / "docs" / "performance.md").read_text()
-    demo = next(path for path in front_page.demos(gpu) if path.exists())
     assert front_page.table(gpu) in README
     assert front_page.whole_table(front_page.steps(gpu)) in performance
-    assert front_page.losses_line(front_page.read(demo)) in " ".join(performance.split())
+    runs = convergence_report.runs_of(convergence_report.recorded(LOSSES))
+    page = (ROOT / "docs" / "convergence.md").read_text()
+    assert timing.markdown(convergence_report.table(runs)) in page
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.stem)
