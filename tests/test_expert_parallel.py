@@ -5,6 +5,7 @@ features.
 """
 
 import copy
+import itertools
 import textwrap
 from functools import partial
 from pathlib import Path
@@ -546,6 +547,46 @@ def check_looked_into(rank: int, directory: Path) -> None:
             DistributedDataParallel(model)
 
 
+def check_whole_experts(options: dict[str, Any], rank: int, directory: Path) -> None:
+    """The guide's other columns: experts that FSDP2 or DistributedDataParallel has on each process.
+
+    Both processes have equal tokens, so that means over them have one process's bits.
+    """
+    x, logits, dy = (t[:T] for t in tokens())
+    whole = make(**options)
+    if "lora" in options:
+        with_numbers_in_adapters(whole)
+    of_whole = watch(whole)
+    want, loads = step(whole, x, logits, dy), of_whole.read().loads
+    of_whole.remove()
+    for by, how in itertools.product(("FSDP2", "DDP"), ("eager", "checkpointed", "compiled")):
+        layer: Any = copy.deepcopy(whole)
+        if by == "FSDP2":
+            fully_shard(layer, mesh=mesh())
+            if device().type == "cpu":  # gloo cannot divide while it sums
+                layer.set_force_sum_reduction_for_comms(True)
+        seen, model = watch(layer), layer
+        if how == "compiled":
+            layer.forward = compile_whole(layer.forward)
+        if by == "DDP":
+            model = DistributedDataParallel(layer)
+        leaf = x.clone().requires_grad_()
+        routing = route(logits)
+        if how == "checkpointed":
+            y: Any = checkpoint(model, leaf, *routing, use_reentrant=False)
+        else:
+            y = model(leaf, *routing)
+        y.backward(dy)
+        assert_all_same_bits((y.detach(), leaf.grad), (want["y"], want["x"]))
+        for name, p in layer.named_parameters():
+            if p.grad is not None:
+                expected = want[name] if by == "DDP" else want[name].chunk(PROCESSES)[rank]
+                compare_weight_gradient(getattr(p.grad, "_local_tensor", p.grad), expected)
+        times = 1 + (how == "checkpointed")
+        (load,) = seen.read().loads
+        assert load.tokens == tuple(times * n for n in loads[0].tokens)
+
+
 def check_refused(rank: int, directory: Path) -> None:
     """Before anything is sent."""
     multiple = "must be a multiple of the number of processes, got 3 experts and 2 processes"
@@ -668,6 +709,8 @@ CHECKS: Checks = {
     "micro_batches": check_micro_batches,
     **{f"quantized_{w}": partial(check_quantized_weight, w) for w in ("fp8", "mxfp4")},
     "looked_into": check_looked_into,
+    "whole_experts": partial(check_whole_experts, BLOCK),
+    "whole_experts_adapters": partial(check_whole_experts, {**BLOCK, "lora": Lora(8)}),
     "copies_of_states": check_copies_of_states,
     "adapters": check_adapters,
     "meta": partial(check_meta, {}),
