@@ -132,6 +132,7 @@ def test_weights_that_are_kept_quantized(device: str, tmp_path: Path) -> None:
             assert_same_bits(compiled(*given), mlp(*given))
 
 
+@pytest.mark.nightly
 def test_program_has_no_python_and_says_what_is_wrong(build: Build, tmp_path: Path) -> None:
     assert "usage" in build.run().stderr
     missing = build.run(tmp_path / "_C.so", tmp_path)

@@ -93,9 +93,8 @@ def changes(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Arguments]]:
         optional = [name for name in given if types[name].startswith("Optional")]
         left_out = [*combinations(optional, 1), *combinations(optional, 2)]
         yield from ((good, dict.fromkeys(names)) for names in left_out)
-        for sample in samples:
-            missing = sample.arguments.keys() - given.keys()
-            yield from ((good, {name: sample[name]}) for name in sorted(missing))
+        elsewhere = {n: v for sample in samples for n, v in sample.arguments.items()}
+        yield from ((good, {n: v}) for n, v in elsewhere.items() if n not in given)
         yield from ((good, resized) for resized in other_sizes(given))
 
 
