@@ -7,7 +7,6 @@ or F without a gate.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from grouped_linear import ops
@@ -43,11 +42,6 @@ class MLPConfig(NamedTuple):
             return gate_up_RG, None
         quantized = ops.group_quantize(gate_up_RG, offs_E)
         return quantized.q, quantized.scale
-
-
-def restore(saved_RG: Tensor, scale: Tensor | None, offs_E: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return gate_up in the activations' dtype, from what :meth:`MLPConfig.save` returned."""
-    return saved_RG if scale is None else ops.group_dequantize(saved_RG, scale, offs_E, dtype)
 
 
 def gate_up_and_h(

@@ -14,7 +14,6 @@ from grouped_linear.autograd.activation import (
     MLPConfig,
     gate_up_and_h,
     grads_of_gate_up,
-    restore,
     weighted_h,
 )
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
@@ -141,7 +140,10 @@ class Saved(NamedTuple):
 
     def gate_up_of(self, dtype: torch.dtype) -> Tensor:
         """gate_up in the activations' dtype."""
-        return restore(self.gate_up_RG, self.gate_up_scale, self.rows.offs, dtype)
+        saved_RG, scale = self.gate_up_RG, self.gate_up_scale
+        if scale is not None:
+            saved_RG = ops.group_dequantize(saved_RG, scale, self.rows.offs, dtype)
+        return saved_RG
 
 
 class GroupedMLPFunction(torch.autograd.Function):

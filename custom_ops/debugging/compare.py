@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.debugging.statistics import aligned
+from grouped_linear.integrations.conversion import aligned
 from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.nn.dispatcher import TokenDispatcher

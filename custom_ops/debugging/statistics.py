@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from grouped_linear.integrations.conversion import aligned
 from grouped_linear.meta_kernels.watch import COLUMNS, MAXIMA
 
 
@@ -158,18 +159,6 @@ class Statistics:
                 writer.add_scalar(f"{load.layer}/router/imbalance", load.imbalance, self.step)
             writer.add_scalar(f"{load.layer}/router/idle", len(load.idle), self.step)
             writer.add_scalar(f"{load.layer}/router/dropped", load.dropped, self.step)
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of one width; names to the left, numbers to the right."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
 
 
 #: The counts of a layer; then the numbers of a weight that moved, and those that were looked at.

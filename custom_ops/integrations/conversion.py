@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -77,16 +77,21 @@ class Conversion:
         for (name, form, experts, path), same in alike.items():
             size = sum(one.num_parameters for one in same)
             rows.append((name, str(len(same)), form, experts, f"{size:,}", path + _errors(same)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        for row in rows:
-            cells = zip(row, "<><>><", widths, strict=True)
-            lines.append("  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip())
-        lines.append(f"recipe: {self.recipe!r}")
+        lines = [*aligned(rows, "<><>><"), f"recipe: {self.recipe!r}"]
         lines += [f"recipe of {pattern}: {recipe!r}" for pattern, recipe in self.recipes.items()]
         lines.append(f"weights: {'; '.join(map(str, self.weights))}")
         lines += [f"skipped: {line}" for line in lines_of(self.skipped)]
         return "\n".join(lines)
+
+
+def aligned(lines: Sequence[Sequence[str]], sides: str = "<<") -> list[str]:
+    """Columns of one width, to the left or the right as format strings say it; ">" by default."""
+    sides = sides.ljust(len(lines[0]), ">")
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(f"{c:{s}{w}}" for c, s, w in zip(line, sides, widths, strict=True)).rstrip()
+        for line in lines
+    ]
 
 
 def _errors(converted: list[ConvertedExperts]) -> str:

@@ -14,7 +14,7 @@ from grouped_linear.recipes import UNQUANTIZED, QuantizedWeight, Recipe
 
 #: How a layer keeps its weights: plain (None), in high precision and FP8, or frozen in few bits.
 Weights = Literal["both", "fp8", "mxfp4"] | None
-#: What each way to keep them asks of the recipe, as errors say it.
+#: The recipes that each way to keep weights needs, as errors name them.
 NEEDS = {
     "both": "the recipe Float8BlockScaling, Float8CurrentScaling or one with a weight format of "
     "your own",

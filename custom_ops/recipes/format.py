@@ -265,8 +265,8 @@ class Format:
         return self.scaling is not None
 
     @property
-    def is_as_it_is(self) -> bool:
-        """Whether the tensor stays what it is."""
+    def changes_nothing(self) -> bool:
+        """Whether the tensor stays as it is."""
         return self.scaling is None and self.dtype is None and self.quantize is None
 
     @property

@@ -83,8 +83,8 @@ class GradFormats(NamedTuple):
     """Whether to return h, columnwise."""
 
 
-#: What an expert's backward makes by :func:`grouped_linear.ops.swiglu_grad`: the operands of the
-#: gradient, for the first layer's dgrad and wgrad; h, columnwise, for the second layer's wgrad; and
+#: The results of :func:`grouped_linear.ops.swiglu_grad` for an expert's backward: the gradient of
+#: gate_up, for the first layer's dgrad and wgrad; h, columnwise, for the second layer's wgrad; and
 #: the gradient of the routing weights, [R] float32.
 SwigluGradOperands = tuple[Operands, Operands, Tensor]
 
@@ -196,7 +196,7 @@ def _of_tokens(
         t = source.tokens_TH
         if format.wgrad_dtype is not None:
             t = t.to(format.wgrad_dtype)
-        elif not format.is_as_it_is:
+        elif not format.changes_nothing:
             return None
         return Operands(None, columnwise=t, columnwise_rows=rows_R)
     tokens = quantize_tokens(source.tokens_TH, format, columns, layouts.columnwise)

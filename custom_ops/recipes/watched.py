@@ -86,7 +86,7 @@ class WatchedOperand(NamedTuple):
 def _quantized(made: Operands, format: Format) -> tuple[Tensor | None, Tensor | None]:
     """The rowwise operand and its scales, where they differ from the numbers; else None."""
     q, scale = made.rowwise, made.rowwise_scale
-    if format.is_as_it_is or not isinstance(q, Tensor) or q.dtype not in (*ACTIVATIONS, *FP8):
+    if format.changes_nothing or not isinstance(q, Tensor) or q.dtype not in (*ACTIVATIONS, *FP8):
         return None, None
     if scale is not None and scale.dtype != torch.float32:  # by a user's function
         return None, None

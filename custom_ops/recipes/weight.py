@@ -158,7 +158,7 @@ def new_weight(
 
 
 def store_weight(w_ENK: Tensor, format: Format, columnwise: bool) -> QuantizedWeight:
-    """Quantize a weight into new tensors; those of a function's are of both layouts."""
+    """Quantize a weight into new tensors. A format's function makes both layouts."""
     if format.quantize is not None:
         return _by_function(w_ENK, format).each(torch.clone)
     E, N, K = w_ENK.shape
@@ -168,7 +168,7 @@ def store_weight(w_ENK: Tensor, format: Format, columnwise: bool) -> QuantizedWe
 
 
 def _by_function(w_ENK: Tensor, format: Format) -> QuantizedWeight:
-    """What a format's function makes of a weight.
+    """A weight as a format's function makes it.
 
     One tensor for both layouts is stored once: ``columnwise`` is then None.
     """
