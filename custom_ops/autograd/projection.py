@@ -28,14 +28,6 @@ from grouped_linear.recipes import (
 from grouped_linear.recipes.format import BOTH, ROWWISE, with_shared_scale
 
 
-class StoredWeight(NamedTuple):
-    """A quantized weight that a call reads instead of quantizing the parameter."""
-
-    weight: QuantizedWeight
-    refresh: Tensor | bool = False
-    """Whether it is quantized from the parameter first; a tensor is read on the device."""
-
-
 class Parameters(NamedTuple):
     """Whether the gradient of each parameter of a projection is needed, or the gradient."""
 
@@ -71,10 +63,13 @@ class Projection(NamedTuple):
     bias_EN: Tensor | None
     recipe: Recipe
     """Its formats have the state of delayed scaling, and count where the layer is watched."""
-    stored: StoredWeight | None = None
-    """The quantized weight to read: a layer's cache, or the parameter itself."""
+    stored: QuantizedWeight | None = None
+    """The quantized weight to read in place of quantizing the parameter: a layer's cache, or the
+    parameter itself."""
     main_grad: MainGrad | None = None
     adapter: Adapter | None = None
+    refresh: Tensor | bool = False
+    """Whether a cache is quantized from the parameter first; a tensor is read on the device."""
 
     # --- operands and GEMMs ----------------------------------------------------------------------
 
@@ -98,15 +93,14 @@ class Projection(NamedTuple):
 
     def weight(self, columnwise: bool) -> Operands:
         """The weight for fprop, and for dgrad if ``columnwise``: stored, or quantized now."""
-        weights, _, recipe, stored, *_ = self
+        weights, _, recipe, quantized, _, _, refresh = self
         format = recipe.weight
-        if stored is None:
+        if quantized is None:
             later = columnwise and recipe.requantize_weights
             w = quantize_weight(weights, format, BOTH if columnwise and not later else ROWWISE)
             if later:
                 w = w._replace(columnwise=weights if weights[0].dim() == 2 else weights[0])
         else:
-            quantized, refresh = stored
             if refresh is not False:
                 refresh_weight_(quantized, weights, format, None if refresh is True else refresh)
             w = quantized.operands(columnwise)
@@ -119,14 +113,14 @@ class Projection(NamedTuple):
     @property
     def in_mxfp4(self) -> bool:
         """Whether the weight is stored in MXFP4."""
-        return self.stored is not None and self.stored.weight.is_mxfp4
+        return self.stored is not None and self.stored.is_mxfp4
 
     @property
     def transposes_weight(self) -> bool:
         """Whether the weight is stored for fprop alone, and the backward transposes it."""
         if self.stored is None or self.in_mxfp4:
             return False
-        return self.stored.weight.columnwise is None and self.recipe.weight.transposes_columnwise
+        return self.stored.columnwise is None and self.recipe.weight.transposes_columnwise
 
     def fprop(
         self,
@@ -203,7 +197,7 @@ class Projection(NamedTuple):
         Of temporary weights it keeps the metadata. A parameter lives anyway; what was computed
         would live as long as the graph.
         """
-        weights, bias_EN, recipe, stored, main_grad, adapter = self
+        weights, bias_EN, recipe, stored, main_grad, adapter, _ = self
         is_compiling = torch.compiler.is_compiling()
         are_leaves = all(map(_is_leaf, weights))
         if adapter is None and are_leaves and (bias_EN is None or _is_leaf(bias_EN)):
@@ -216,7 +210,7 @@ class Projection(NamedTuple):
 
     def restored(self, kept: Kept) -> "Projection":
         """The projection in the backward, with the adapter that the forward saved, if it did."""
-        weights, bias_EN, recipe, stored, main_grad, adapter = self
+        weights, bias_EN, recipe, stored, main_grad, adapter, _ = self
         if adapter is None:
             return self
         _, _, a_ErK, b_ENr, mask, _ = kept

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from grouped_linear import ops
 from grouped_linear.autograd.activation import MLPConfig
-from grouped_linear.autograd.projection import Projection, StoredWeight
+from grouped_linear.autograd.projection import Projection
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.integrations.activations import activation_of
 from grouped_linear.integrations.converted_class import class_before
@@ -126,7 +126,9 @@ def recipe_of(experts: Any, recipe: Recipe | None) -> Recipe | None:
     return own
 
 
-def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, StoredWeight | None]:
+def _operand(
+    experts: Any, name: str, recipe: Recipe | None
+) -> tuple[Tensor, QuantizedWeight | None]:
     """A weight as [E, N, K], and where it is quantized already what GEMMs read."""
     kept_as = storage_of(experts)
     if kept_as is not None:
@@ -139,7 +141,7 @@ def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, St
             )
         check_recipe_reads("grouped_linear", recipe, kept_as)
         kept = kept_weight("grouped_linear", experts, name)  # a backward transposes it for itself
-        return kept.stand_in, StoredWeight(kept)
+        return kept.stand_in, kept
     stored: Tensor = getattr(experts, name)
     if not experts.is_transposed:
         return stored, None
@@ -151,8 +153,8 @@ def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, St
     q_t = ops.transpose_weight(q) if q_t is None else q_t
     transposed = QuantizedWeight(q_t, scale.mT if scale.dim() == 3 else scale, q)
     if isinstance(stored, GroupedTensorWithMaster):
-        return stored.transpose(1, 2), StoredWeight(transposed)
-    return _TransposedStandIn.apply(stored), StoredWeight(transposed)
+        return stored.transpose(1, 2), transposed
+    return _TransposedStandIn.apply(stored), transposed
 
 
 class _TransposedStandIn(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.functional import silu
 
 from grouped_linear.autograd.activation import MLPConfig
-from grouped_linear.autograd.projection import Projection, StoredWeight
+from grouped_linear.autograd.projection import Projection
 from grouped_linear.integrations.converted_class import check_forward_can_change, convert_class
 from grouped_linear.integrations.request import (
     Changes,
@@ -233,7 +233,7 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None) -> dict[str, Any]:
             frozen = self.frozen_weight(form.weights[i])
             if frozen is not None:
                 kept = frozen.each(local_part)
-                return Projection((kept.stand_in,), bias, of_call, StoredWeight(kept))
+                return Projection((kept.stand_in,), bias, of_call, kept)
             weight, state = local_part(getattr(self, form.weights[i])), states[i]
             held = None if state is None else len(state.weight.scale)
             if held is not None and len(weight) != held:

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grouped_linear.autograd.projection import StoredWeight
 from grouped_linear.autograd.wgrad import MainGrad
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.quantized.weight import local_part
 from grouped_linear.quantized.weight_cache import WeightCache
-from grouped_linear.recipes import Recipe, WeightList, stores
+from grouped_linear.recipes import QuantizedWeight, Recipe, WeightList, stores
 
 
 def read_flag(
@@ -54,13 +53,16 @@ def fills(first: Tensor | bool | None) -> bool:
 
 def cached_weight(
     layer: str, cache: WeightCache | None, weights: WeightList, first: Tensor | bool | None
-) -> StoredWeight | None:
-    """Return the cached weight that a call reads, or None if it quantizes the weight."""
+) -> tuple[QuantizedWeight | None, Tensor | bool]:
+    """Return the cached weight that a call reads, and whether the call fills it first.
+
+    None if it quantizes the weight.
+    """
     if first is None or cache is None:
-        return None
+        return None, False
     # A graph must not depend on the cache's contents. In a compiled call an empty cache gives NaN.
     if torch.compiler.is_compiling():
-        return StoredWeight(cache.quantized_weight(), first)
+        return cache.quantized_weight(), first
     if first is False and not cache.warm:
         raise RuntimeError(
             f"{layer}: is_first_microbatch=False reads the weight cache, which holds no "
@@ -72,7 +74,7 @@ def cached_weight(
         cache.check_source(layer, weights)
     else:
         cache.filled_from(weights if first is True else None)
-    return StoredWeight(cache.quantized_weight(), first)
+    return cache.quantized_weight(), first
 
 
 def main_grad_of(

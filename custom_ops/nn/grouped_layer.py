@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.autograd.low_rank import Adapter
-from grouped_linear.autograd.projection import Projection, StoredWeight
+from grouped_linear.autograd.projection import Projection
 from grouped_linear.nn.checks import check_options
 from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_grad_of
 from grouped_linear.nn.lora import Lora
@@ -97,20 +97,21 @@ class GroupedLayer(KeepsFrozen):
         """
         tensors, frozen = tuple(weights.values()), self.frozen_weight(name)
         state, cache = getattr(self, f"{name}_state"), getattr(self, f"{name}_cache")
-        main_grad = stored = None
+        main_grad, stored = None, frozen
+        refresh: Tensor | bool = False
         if frozen is not None:
-            tensors, stored = (frozen.stand_in,), StoredWeight(frozen)
+            tensors = (frozen.stand_in,)
         else:
             if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
                 main_grad = main_grad_of(owner, weights, first)
-            stored = cached_weight(owner, cache, tensors, first)
+            stored, refresh = cached_weight(owner, cache, tensors, first)
         recipe = (
             self._recipe if state is None else state.of_call(cache is not None and fills(first))
         )
         if self.watched is not None:
             recipe = self.watched.recipe(recipe, number)
         recipe, adapter = recipe or UNQUANTIZED, self._adapter(name)
-        return Projection(tensors, bias, recipe, stored, main_grad, adapter)
+        return Projection(tensors, bias, recipe, stored, main_grad, adapter, refresh)
 
     # --- adapters --------------------------------------------------------------------------------
 

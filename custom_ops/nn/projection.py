@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from grouped_linear.autograd.low_rank import Adapter
-from grouped_linear.autograd.projection import Projection, StoredWeight
+from grouped_linear.autograd.projection import Projection
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.quantized.weight import KEPT, local_part, stored_weight
 from grouped_linear.recipes import WeightList
@@ -16,14 +16,15 @@ from grouped_linear.recipes import WeightList
 
 def local(given: Projection) -> Projection:
     """The part of a projection that is of the experts of this process."""
-    weights, bias_EN, recipe, stored, main_grad, adapter = given
+    weights, bias_EN, recipe, stored, main_grad, adapter, refresh = given
     if adapter is not None:
         a, b, scaling, mask, p = adapter
         adapter = Adapter(local_part(a), local_part(b), scaling, mask, p)
     if stored is not None:
-        stored = StoredWeight(stored.weight.each(local_part), stored.refresh)
+        stored = stored.each(local_part)
     weights = tuple(map(local_part, weights))
-    return Projection(weights, local_part(bias_EN), recipe, stored, main_grad, adapter)
+    bias_EN = local_part(bias_EN)
+    return Projection(weights, bias_EN, recipe, stored, main_grad, adapter, refresh)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -41,15 +42,14 @@ def autocast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def ready(op: str, given: Projection, dtype: torch.dtype | None) -> tuple[Projection, WeightList]:
     """A projection as it is multiplied, and the weights to differentiate; dtype is autocast's."""
-    weights, bias_EN, recipe, stored, main_grad, adapter = given
+    weights, bias_EN, recipe, stored, main_grad, adapter, refresh = given
     if stored is None and isinstance(weights[0], KEPT):
-        quantized = stored_weight(op, weights[0], recipe)
-        stored = None if quantized is None else StoredWeight(quantized)
+        stored = stored_weight(op, weights[0], recipe)
     cast = weights
     if dtype is not None and not recipe.weight.reads_any_dtype:  # its GEMM takes one dtype
         is_other = weights[0].dtype in ACTIVATIONS and weights[0].dtype != dtype
         cast = tuple(w.to(dtype) for w in weights) if is_other else weights
-    projection = Projection(cast, bias_EN, recipe, stored, main_grad, adapter)
+    projection = Projection(cast, bias_EN, recipe, stored, main_grad, adapter, refresh)
     return projection, cast if main_grad is None else weights
 
 
