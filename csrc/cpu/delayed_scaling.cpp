@@ -1,8 +1,8 @@
 // One scale a group from earlier steps. One pass also raises amax, for later steps.
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstring>
 
 #include "checks.h"
 #include "cpu/fp8.h"
@@ -95,7 +95,7 @@ void update_scales_(const std::vector<Tensor>& scale, const std::vector<Tensor>&
     auto* scales = static_cast<float*>(scale[i].data_ptr());
     auto* latest = static_cast<float*>(amax[i].data_ptr());
     auto* history = static_cast<float*>(amax_history[i].data_ptr());
-    std::memmove(history + E, history, (steps - 1) * E * sizeof(float));
+    std::copy_backward(history, history + (steps - 1) * E, history + steps * E);
     for (int64_t e = 0; e < E; ++e) {
       const uint32_t now = std::bit_cast<uint32_t>(latest[e]) & kMagnitude;
       const bool finite = now < kInfinity;
