@@ -48,6 +48,15 @@ __device__ __forceinline__ float2 ld_shared_float2(uint32_t from) {
   return value;
 }
 
+// Of memory that nobody writes. L2 fetches the whole line, for the stages that follow.
+__device__ __forceinline__ uint4 ld_global_16(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+
 __device__ __forceinline__ void st_shared_16(uint32_t to, const uint32_t (&words)[4]) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]),
                "r"(words[2]), "r"(words[3])
