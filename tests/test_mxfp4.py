@@ -4,6 +4,7 @@ T rows, E groups, K in_features, N out_features.
 """
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,23 @@ def test_products_of_every_code_beside_every_scale(
     y = y.view(numbers.shape)
     assert torch.equal(y[held], numbers[held])
     assert y[~held].isnan().any()
+
+
+@DEVICES
+@pytest.mark.parametrize("transpose_b", [True, False])
+@pytest.mark.parametrize("sizes", [(3, 0, 1, 12), (130, 0, 77, 200)], ids=["few", "many"])
+def test_bits_of_the_weight_in_bf16(device: str, sizes: tuple[int, ...], transpose_b: bool) -> None:
+    """But on Hopper, whose kernels for MXFP4 compute the transpose of the result."""
+    portable = device == "cpu" or os.environ.get("GROUPED_LINEAR_PORTABLE") == "1"
+    if not portable and torch.cuda.get_device_capability() == (9, 0):
+        pytest.skip("needs the portable kernels (GROUPED_LINEAR_PORTABLE=1)")
+    N, K = 272, 544
+    q, scale = ops.quantize_mxfp4(torch.randn(len(sizes), N, K, device=device))
+    w = ops.dequantize_mxfp4(q, scale)
+    a = torch.randn(sum(sizes), K if transpose_b else N, dtype=BF16, device=device)
+    offs = torch.tensor(sizes, device=device).cumsum(0).int()
+    y = ops.grouped_mm_mxfp4(a, q, scale, offs, transpose_b=transpose_b)
+    assert_same_bits(y, ops.grouped_mm(a, w.mT if transpose_b else w, offs))
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm_mxfp4")[1:])
