@@ -12,6 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from grouped_linear import (
     Float8BlockScaling,
@@ -20,17 +24,20 @@ from grouped_linear import (
     Recipe,
     SquaredReLU,
     SwiGLU,
+    convert,
     ops,
     watch,
 )
 from grouped_linear.debugging import Statistics
 from grouped_linear.meta_kernels.watch import COLUMNS
 from grouped_linear.nn.watched import WatchedLayer
+from grouped_linear.parallel import ExpertParallel
 from grouped_linear.recipes import ROLES
 from support import reference
 from support.compare import assert_all_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
+from support.experts import GroupedExperts
 from support.formats import composed
 from support.op_info import Sample
 from support.ops import PAGES
@@ -547,7 +554,31 @@ def check_reduced(rank: int, folder: Path) -> None:
     assert not any(load.tokens[0] for load in seen.read().loads)
 
 
-CHECKS: Checks = {"reduced": check_reduced}
+def check_spread(rank: int, folder: Path) -> None:
+    """Processes that have other experts as DTensors are not added up; FSDP2 spreads no experts."""
+    kind, recipe = device().type, Float8BlockScaling()
+    experts: Any = GroupedExperts(4, 32, 16).to(kind)
+    convert(experts, recipe)
+    mesh = init_device_mesh(kind, (2,))
+    for name, p in list(experts.named_parameters(recurse=False)):
+        part = distribute_tensor(p.detach(), mesh, [Shard(0)])
+        experts.register_parameter(name, nn.Parameter(part))
+    seen = watch(experts)
+    experts(rows(32)[:10].to(kind), torch.tensor([4, 6]))
+    with pytest.raises(ValueError, match="are spread over processes of this group"):
+        seen.read(dist.group.WORLD)
+    assert seen.read().loads[0].tokens == (4, 6)
+
+    mlp: Any = GroupedMLP(4, 32, 16, recipe=recipe, device=kind)
+    both = init_device_mesh(kind, (2, 1), mesh_dim_names=("data", "experts"))
+    parallelize_module(mlp, both["experts"], ExpertParallel())
+    seen = watch(fully_shard(mlp, mesh=both["data"]))
+    chosen = torch.arange(10, device=kind).view(10, 1) % 4
+    mlp(rows(32)[:10].to(kind), torch.ones(10, 1, device=kind), chosen)
+    assert seen.read(both["data"].get_group()).loads[0].tokens == (6, 6, 4, 4)
+
+
+CHECKS: Checks = {"reduced": check_reduced, "spread": check_spread}
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -4,7 +4,7 @@ E groups (experts), K in_features, N out_features.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.watch import MAXIMA
 from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.quantized.gathered import GatheredWeight
-from grouped_linear.quantized.weight import local_part
+from grouped_linear.quantized.weight import is_dtensor, local_part
 from grouped_linear.recipes import ROLES, DelayedScalingState
 
 #: Where a reading goes: a CSV, TensorBoard's writer, or a function.
@@ -151,8 +151,7 @@ class Watch:
     def _check_same_experts(self, group: "dist.ProcessGroup") -> None:
         ranks = set(dist.get_process_group_ranks(group))
         for name, module in self._modules.items():
-            dispatcher = getattr(module, "dispatcher", None)
-            if dispatcher is not None and len(ranks.intersection(dispatcher.ranks)) > 1:
+            if len(ranks.intersection(_spread_over(module, self.layers[name]))) > 1:
                 raise ValueError(
                     f"watch: read: experts of {name or 'the model'} are spread over processes of "
                     "this group: give it those that hold the same experts, or no group"
@@ -252,6 +251,19 @@ def watch(
     128
     """
     return Watch(model, every, rows, to)
+
+
+def _spread_over(module: Any, layer: WatchedLayer) -> Sequence[int]:
+    """The processes that have a module's other experts, with this one; empty if there are none."""
+    dispatcher = getattr(module, "dispatcher", None)
+    if dispatcher is not None:
+        ranks: tuple[int, ...] = dispatcher.ranks
+        return ranks
+    w = getattr(module, layer.weights[0])
+    if not is_dtensor(w) or layer.num_groups == w.size(0):
+        return ()
+    mesh = w.device_mesh  # FSDP2 puts its dimensions before that of the experts
+    return dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
 
 
 def _is_writer(to: Any) -> bool:

@@ -65,7 +65,8 @@ def _layer(module: Any) -> Experts | None:
     if isinstance(module, GroupedMLP):
         weights, E = ("gate_up_proj", "down_proj"), module.num_experts
         if module.dispatcher is not None:
-            E = local_part(module.down_proj).size(0)
+            ranks = module.dispatcher.ranks  # FSDP2 may shard the part of a process, too
+            E = E // len(ranks) if ranks else local_part(module.down_proj).size(0)
     else:
         E = module.num_experts
     others = {"weights": None, "fuse_wgrad_accumulation": False}
