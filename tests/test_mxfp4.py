@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import (
     Float8BlockScaling,
@@ -279,6 +282,40 @@ def test_compiled_layers_have_the_bits_of_eager_ones(device: str, kind: Any, rec
     grads = torch.autograd.grad(y, (x, *learns.values()), dy)
     for name, t in zip(("y", "x", *learns), (y.detach(), *grads), strict=True):
         assert_same_bits(t, expected[name])
+
+
+def exported(layer: Any) -> nn.Module:
+    return torch.export.export(layer, inputs("cpu"), strict=True).module()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, scores, use_reentrant=False)
+
+
+@pytest.mark.parametrize("way", [exported, Checkpointed, DistributedDataParallel])
+@EVERY_KIND
+@EVERY_RECIPE
+def test_wrapped_layers_have_the_bits_of_plain_ones(kind: Any, recipe: Any, way: Any) -> None:
+    layer = make_layer(kind, recipe=recipe)
+    expected = call(layer, *inputs("cpu"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, scores = inputs("cpu")
+        y = way(layer)(x, scores)
+        if way is not exported:  # which is for inference
+            y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y))
+    finally:
+        dist.destroy_process_group()
+    assert_same_bits(y.detach(), expected["y"])
+    if way is not exported:
+        learns = {name: p.grad for name, p in layer.named_parameters() if p.requires_grad}
+        for name, grad in {"x": x.grad, **learns}.items():
+            assert_same_bits(grad, expected[name])
 
 
 @EVERY_KIND
