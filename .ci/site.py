@@ -63,10 +63,24 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     return "".join(part if i % 2 else LINK.sub(linked, part) for i, part in enumerate(parts))
 
 
-def _link(name: str, module: str) -> str:
-    """What Sphinx writes as :func:`name`, as a link to it where the site has it."""
+# Name -> what an entry of the reference calls it; of two of one name the first.
+ENTRIES: dict[str, str] = {}
+for _page in sorted(ROOT.glob("docs/reference/*.md")):
+    for _entry in re.findall(r"^::: (\S+)", _page.read_text(), re.MULTILINE):
+        ENTRIES.setdefault(_entry.rsplit(".", 1)[-1], _entry)
+
+
+def _link(name: str, obj: griffe.Object) -> str:
+    """What Sphinx writes as :func:`name` in obj's docstring, as a link where the site has it."""
     name = name.lstrip("~")
-    identifier = name if "." in name else f"{module}.{name}"
+    first, *rest = name.split(".")
+    cls = obj if obj.is_class else obj.parent
+    if first == "grouped_linear":
+        identifier = name
+    elif cls is not None and cls.is_class and first in cls.all_members:
+        identifier = ".".join([cls.all_members[first].canonical_path, *rest])
+    else:
+        identifier = ".".join([ENTRIES.get(first, f"{obj.module.path}.{first}"), *rest])
     shown = name.rsplit(".", 1)[-1]
     return f'<autoref optional identifier="{identifier}"><code>{shown}</code></autoref>'
 
@@ -96,11 +110,28 @@ def _one_by_one(match: re.Match[str]) -> str:
     return "\n".join(f"    {name}{match[2]}" for name in match[1].split(", "))
 
 
-ON_THE_SITE = {
-    name.rsplit(".", 1)[-1]
-    for page in ROOT.glob("docs/reference/*.md")
-    for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)
-}
+# The section of attributes, and in it an item without a type.
+ATTRIBUTES = re.compile(r"^Attributes:\n(?: {4,}\S.*\n?)+", re.MULTILINE)
+UNTYPED = re.compile(r"^ {4}(\w+):", re.MULTILINE)
+
+
+def _write_types_of_attributes(cls: griffe.Class) -> None:
+    """Give each listed attribute its type, or the constructor's of that name, or an empty one.
+
+    Griffe shows an attribute whose type it does not find with the type of the one before.
+    """
+
+    def typed(match: re.Match[str]) -> str:
+        name = match[1]
+        known = [cls.all_members.get(name), *(p for p in cls.parameters if p.name == name)]
+        types = [str(each.annotation) for each in known if getattr(each, "annotation", None)]
+        return f"    {name} ({types[0] if types else ''}):"
+
+    def rewritten(section: re.Match[str]) -> str:
+        return UNTYPED.sub(typed, SEVERAL.sub(_one_by_one, section[0]))
+
+    if cls.docstring is not None:
+        cls.docstring.value = ATTRIBUTES.sub(rewritten, cls.docstring.value)
 
 
 def _shown_bases(cls: griffe.Class) -> list[Any]:
@@ -111,7 +142,7 @@ def _shown_bases(cls: griffe.Class) -> list[Any]:
     shown: list[Any] = []
     for base in cls.bases:
         name = str(base).rsplit(".", 1)[-1]
-        shown += _shown_bases(ours[name]) if name in ours.keys() - ON_THE_SITE else [base]
+        shown += _shown_bases(ours[name]) if name in ours.keys() - ENTRIES.keys() else [base]
     return shown
 
 
@@ -124,14 +155,15 @@ class Docstrings(griffe.Extension):
             return
         text = re.sub(r"^=+ +=+\n.*?^=+ +=+$", _table, obj.docstring.value, flags=re.DOTALL | re.M)
         text = SEVERAL.sub(_one_by_one, text)
-        module = obj.module.path
         roles = r":(?:class|func|meth|mod):`([^`]+)`"
-        text = re.sub(roles, lambda match: _link(match[1], module), text)
+        text = re.sub(roles, lambda match: _link(match[1], obj), text)
         text = re.sub(r"^>>> .*(?:\n.+)*", r"```pycon\n\g<0>\n```", text, flags=re.M)
         obj.docstring.value = re.sub(r"::$", ":", text, flags=re.M)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Leave out bases that the site does not have, when all classes are known."""
+        """Write types of attributes, then leave out bases that the site does not have."""
+        for cls in _classes(pkg):
+            _write_types_of_attributes(cls)
         for cls in _classes(pkg):
             cls.bases = _shown_bases(cls)
 
