@@ -197,6 +197,9 @@ def test_assigned_parameters_are_tied() -> None:
     one = make_layer(single_grouped_weight=True)
     one.load_state_dict(saved)
     assert_same_bits(call(layer), call(one))
+    again = apart()
+    again.load_state_dict(one.state_dict())
+    assert_same_bits(call(again), call(one))
 
 
 @pytest.mark.parametrize(
