@@ -128,11 +128,6 @@ class Frozen(NamedTuple):
         return STORAGES[self.weights]
 
 
-def frozen_of(module: Any) -> Mapping[str, Frozen]:
-    """How weights of a module are frozen, by the parameter's name; empty of any other module."""
-    return getattr(module, "_frozen", {})
-
-
 #: Called where a module gets frozen weights, by itself or as a copy or pickle of another.
 on_freeze: list[Callable[[], None]] = []
 
@@ -372,6 +367,12 @@ class KeepsFrozen(nn.Module):
             w = w.to(own.device) if not own.is_meta else w
             w = w.mT if self.is_transposed else w
             state_dict[key], state_dict[key + SCALE] = _as_bits(frozen, _quantized(w, frozen))
+
+
+def frozen_of(module: Any) -> Mapping[str, Frozen]:
+    """How weights of a module are frozen, by the parameter's name; empty of any other module."""
+    # Not by the attribute: others' modules have one, and wrappers answer for the module inside.
+    return module._frozen if isinstance(module, KeepsFrozen) else {}
 
 
 def _quantized(w: Any, frozen: Frozen) -> Parts:

@@ -136,6 +136,17 @@ def test_frozen_layers_stay_under_peft() -> None:
     assert torch.equal(layer.down_proj, before)
 
 
+def test_a_module_that_names_something_else_frozen_is_merged() -> None:
+    """What is no module of this package is not asked by the name of an attribute."""
+    layer = torch.nn.Linear(32, 32)
+    layer._frozen = True
+    config = config_of(["layer.weight"], target_modules=[])
+    model = peft.get_peft_model(torch.nn.ModuleDict({"layer": layer}), config)
+    randomize(model)
+    before = layer.weight.clone()
+    assert not torch.equal(model.merge_and_unload()["layer"].weight, before)
+
+
 ALONE = """
 import peft
 from torch.nn.init import normal_
