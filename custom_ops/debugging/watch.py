@@ -17,6 +17,7 @@ from grouped_linear.integrations.experts import experts_of
 from grouped_linear.integrations.grouped_experts import as_matrices
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.watch import MAXIMA
+from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.weight import is_dtensor, local_part
@@ -256,9 +257,8 @@ def watch(
 def _spread_over(module: Any, layer: WatchedLayer) -> Sequence[int]:
     """The processes that have a module's other experts, with this one; empty if there are none."""
     dispatcher = getattr(module, "dispatcher", None)
-    if dispatcher is not None:
-        ranks: tuple[int, ...] = dispatcher.ranks
-        return ranks
+    if isinstance(dispatcher, TokenDispatcher):
+        return dispatcher.ranks
     w = getattr(module, layer.weights[0])
     if not is_dtensor(w) or layer.num_groups == w.size(0):
         return ()
