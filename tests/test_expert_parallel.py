@@ -344,6 +344,11 @@ def check_adapters(rank: int, directory: Path) -> None:
     assert_same_bits(
         parallel.down_proj.to_local(), whole.down_proj[rank * L : (rank + 1) * L].detach()
     )
+    dropping = make(lora=Lora(8, 16, dropout=0.5), **BLOCK)
+    with_numbers_in_adapters(dropping)
+    dropping, (x, logits) = spread(dropping), (t[own(rank)] for t in data[:2])
+    drawn = dropping(x, *route(logits))
+    assert not torch.equal(drawn, dropping.eval()(x, *route(logits)))
 
 
 def check_meta(options: dict[str, Any], rank: int, directory: Path) -> None:
