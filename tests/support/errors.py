@@ -59,13 +59,13 @@ def with_copies(sample: Sample) -> Sample:
     return sample.but(**{name: copy.deepcopy(sample[name]) for name in sample.written})
 
 
-def assert_alike(calls: Iterable[tuple[Sample, dict[str, Any]]]) -> None:
+def assert_alike(calls: Iterable[tuple[Sample, dict[str, Any]]]) -> set[str]:
     """What each change of a call says is the same for fake, meta, CPU and CUDA tensors.
 
     An op's rules are written twice, in Python and in C++: they refuse the same calls, in the same
-    words, and after them a correct call still works.
+    words, and after them a correct call still works. Returns the rules that were broken.
     """
-    refused, mode = 0, FakeTensorMode()
+    rules, mode = set(), FakeTensorMode()
     results: dict[int, tuple[Sample, list[Tensor]]] = {}
     for good, change in calls:
         if id(good) not in results:
@@ -76,10 +76,11 @@ def assert_alike(calls: Iterable[tuple[Sample, dict[str, Any]]]) -> None:
         on_cpu = sentence(with_copies(bad), ANY)
         assert on_cpu == said or OF_DATA.search(on_cpu), (change, said)
         if said != "no error":
-            refused += 1
+            rules.add(re.sub(r"\d+", "", said.partition(", got")[0]))
             assert said.partition(": ")[0] in PAGES, said  # another op is one that it calls
             if HAS_GPU and good.op in CUDA_OPS:
                 assert sentence(bad.on("cuda"), ANY) == said, change
-    assert refused
+    assert rules
     for good, before in results.values():
         assert_all_same_bits(specified(good, good.results("cpu")), before)
+    return rules
