@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 
 def _drawn(*shape: int) -> nn.Parameter:
-    """A weight drawn as nn.Linear draws its own."""
-    bound = 1 / math.sqrt(shape[-1])
-    return nn.Parameter(torch.empty(*shape).uniform_(-bound, bound))
+    """A weight drawn as nn.Linear draws its weight, one expert at a time as in GroupedLinear."""
+    weight, bound = torch.empty(*shape), 1 / math.sqrt(shape[-1])
+    for weight_NK in weight.view(-1, *shape[-2:]):
+        weight_NK.uniform_(-bound, bound)
+    return nn.Parameter(weight)
 
 
 class TorchGroupedLinear(nn.Module):

@@ -1,7 +1,8 @@
 """The demo: a mixture-of-experts language model learns Python from the standard library's source.
 
-It trains the same model on the same bytes in BF16 and in FP8, eager and compiled (on a GPU also
-with CUDA graphs), then prints one table, a plot of the losses and a line that the model wrote::
+It trains the same model on the same bytes with torch's grouped_mm in BF16 and with ours in BF16 and
+in FP8, eager and compiled (on a GPU also with CUDA graphs). Then it prints one table, a plot of the
+losses, a line that the model wrote and how long all of it took::
 
     python -m benchmarks.demo
     python -m benchmarks.demo --recipe block current delayed mxfp8
@@ -29,6 +30,7 @@ from torch._dynamo.utils import counters
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from benchmarks import timing
+from benchmarks.alternatives import TorchGroupedLinear
 from benchmarks.moe_model import (
     VOCABULARY,
     Experts,
@@ -49,12 +51,14 @@ from grouped_linear import (
 
 # With --gate-up-in-fp8, experts compute in BF16 and save SwiGLU's input in FP8 for the backward.
 GATE_UP_IN_FP8 = "gate_up"
+TORCH = "torch"  # experts compute with torch's grouped_mm
 # Each is trained beside BF16. Colours of Okabe and Ito, told apart by all kinds of eyes.
 RECIPES: dict[str, Recipe | None] = {
     "block": Float8BlockScaling(),
     "own": Float8BlockScaling(share_x_scales=False),
     "bf16_wgrad": Float8BlockScaling(wgrad=torch.bfloat16),
     GATE_UP_IN_FP8: None,
+    TORCH: None,
     "current": Float8CurrentScaling(),
     "delayed": DelayedScaling(),
     "mxfp8": MXFP8BlockScaling(),
@@ -64,7 +68,7 @@ NAMES |= {"own": "FP8 own scales", "bf16_wgrad": "FP8, BF16 wgrad"}
 NAMES |= {GATE_UP_IN_FP8: "gate_up saved in FP8"}
 COLOURS = {"block": "#D55E00", "current": "#009E73", "delayed": "#CC79A7", "mxfp8": "#E69F00"}
 COLOURS |= {"own": "#999999", "bf16_wgrad": "#56B4E9"}
-COLOURS |= {GATE_UP_IN_FP8: "#F0E442"}
+COLOURS |= {GATE_UP_IN_FP8: "#F0E442", TORCH: "#000000"}
 # torch.compile's mode. CUDA graphs need a GPU.
 MODES = {"eager": None, "compiled": "default", "compiled + graphs": "reduce-overhead"}
 WARM_UP = 3  # steps in which torch.compile compiles, and records CUDA graphs
@@ -86,7 +90,7 @@ class Scale:
     micro_batches: int = 1
 
 
-# 2 cores: 60 to 80 ms a step, four runs of about 20 s, the compiled ones up to 20 s more. With two
+# 2 cores: 60 to 80 ms a step, six runs of about 20 s, the compiled ones up to 20 s more. With two
 # thirds of the steps or twice the rate, runs differ by 2 % stochastically: more than FP8 changes.
 CPU = Scale(
     ModelSize(layers=2, width=128, heads=4, context=128, experts=8, chosen=2, expert_width=128),
@@ -95,7 +99,7 @@ CPU = Scale(
     learning_rate=1.5e-3,
     text_bytes=4_000_000,
 )
-# One H200: 60 to 95 ms a step, six runs of about 12 s, 31 GB. 1.7e9 parameters, few of them active.
+# One H200: 60 to 95 ms a step, nine runs of some 12 s, 31 GB. 1.7e9 parameters, few of them active.
 HOPPER = Scale(
     ModelSize(
         layers=4, width=2048, heads=16, context=1024, experts=64, chosen=4, expert_width=1024
@@ -128,8 +132,8 @@ class Run:
 
     @property
     def precision(self) -> str:
-        names = {torch.bfloat16: "BF16", torch.float32: "FP32"}
-        return names[self.dtype] if self.kind is None else NAMES[self.kind]
+        name = {torch.bfloat16: "BF16", torch.float32: "FP32"}[self.dtype]
+        return {None: name, TORCH: f"torch {name}"}.get(self.kind) or NAMES[self.kind or ""]
 
     @property
     def name(self) -> str:
@@ -188,14 +192,23 @@ def experts_with_gate_up_in_fp8(size: ModelSize) -> GroupedMLP:
     return mlp
 
 
+class TorchLinear(TorchGroupedLinear):
+    """Plain torch, which has no weight to quantize in the first micro-batch."""
+
+    def forward(self, x_TK: Tensor, m_splits_E: Tensor, *first: Tensor | bool) -> Tensor:
+        return super().forward(x_TK, m_splits_E)
+
+
 def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -> LanguageModel:
     """Train one model, filling in `run`. The seed decides its parameters and what it reads."""
     torch.manual_seed(seed)
     order = torch.Generator().manual_seed(seed)
     S, parts = scale.size.context, scale.micro_batches
     with device:
-        linear = partial(GroupedLinear, bias=False, recipe=run.recipe)
-        if parts > 1:  # quantize weights once a step; wgrad adds to main_grad
+        linear: Callable[..., torch.nn.Module] = TorchLinear
+        if run.kind != TORCH:
+            linear = partial(GroupedLinear, bias=False, recipe=run.recipe)
+        if run.kind != TORCH and parts > 1:  # quantize weights once; wgrad adds to main_grad
             linear = partial(linear, cache_weights=True, fuse_wgrad_accumulation=True)
         experts: Callable[[ModelSize], torch.nn.Module] = partial(Experts, linear=linear)
         if run.kind == GATE_UP_IN_FP8:
@@ -230,8 +243,11 @@ def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -
     counters.clear()
     # In a log every refresh is a line.
     refresh_seconds = 0.2 if sys.stdout.isatty() else 10
-    bar = tqdm(range(scale.steps), desc=run.name, file=sys.stdout, mininterval=refresh_seconds)
-    for _ in bar:
+    first = f"{run.name}: compiling ..." if mode else run.name
+    bar = tqdm(range(scale.steps), desc=first, file=sys.stdout, mininterval=refresh_seconds)
+    for i in bar:
+        if i == WARM_UP:
+            bar.set_description(run.name)
         start = time.perf_counter()
         run.losses.append(step())
         schedule.step()
@@ -300,7 +316,7 @@ def pairs(runs: list[Run]) -> list[tuple[Run, Run]]:
 
 
 def plot(runs: list[Run], path: Path) -> None:
-    """Draw the training losses and, below, how far FP8's are from the same mode without it."""
+    """Draw the training losses and, below, how far the others' are from ours in BF16."""
     mpl.use("Agg")
     styles = dict(zip(MODES, ("-", "--", ":"), strict=True))
     # Modes compute the same, so lines coincide: marks at steps of its own tell each run apart.
@@ -321,7 +337,7 @@ def plot(runs: list[Run], path: Path) -> None:
         label = f"{run.name} (held-out files: {run.validation_loss:.3f})"
         top.plot(run.losses, linestyle=styles[run.mode], label=label, **mark, **look)
     for fp8, other in pairs(runs):
-        bottom.set_ylabel(f"FP8 above\n{other.precision}, %")
+        bottom.set_ylabel(f"above\n{other.precision}, %")
         percent = [100 * (a / b - 1) for a, b in zip(fp8.losses, other.losses, strict=True)]
         colour = COLOURS[fp8.kind or ""]
         look = {"color": colour, "linewidth": 1}
@@ -390,9 +406,9 @@ def parse_arguments() -> argparse.Namespace:
     option(
         "--recipe",
         nargs="+",
-        choices=[kind for kind in RECIPES if kind != GATE_UP_IN_FP8],
+        choices=[kind for kind in RECIPES if kind not in (GATE_UP_IN_FP8, TORCH)],
         default=["block"],
-        help="of the runs beside BF16 (default: block, FP8 in blocks of 128)",
+        help="of the runs beside torch's and ours in BF16 (default: block, FP8 in blocks of 128)",
     )
     option(
         "--gate-up-in-fp8",
@@ -430,8 +446,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    start = time.perf_counter()
     arguments = parse_arguments()
-    kinds = [None, *arguments.recipe]
+    kinds = [None, TORCH, *arguments.recipe]
     if arguments.gate_up_in_fp8:
         kinds.append(GATE_UP_IN_FP8)
     device = choose_device(arguments.device, [kind and RECIPES[kind] for kind in kinds])
@@ -464,6 +481,8 @@ def main() -> None:
     # Escaped as in a Python literal: an early model writes control bytes, too.
     escaped = line.rstrip().decode("latin-1").encode("unicode_escape").decode()
     print(f"{runs[-1].name} writes: {escaped}")
+    minutes, seconds = divmod(round(time.perf_counter() - start), 60)
+    print(f"all of it took {minutes} min {seconds} s")
     for run in runs:
         if not run.final_loss < run.losses[0]:  # NaN compares false
             sys.exit(f"demo: {run.name}: the loss went from {run.losses[0]} to {run.final_loss}")
