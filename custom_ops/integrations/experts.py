@@ -13,6 +13,7 @@ from torch import nn
 
 from grouped_linear.integrations.converted_class import class_before, convert_class
 from grouped_linear.integrations.grouped_experts import GroupedForm, form_of, grouped_members
+from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.quantized.weight import local_part
@@ -64,9 +65,10 @@ def _layer(module: Any) -> Experts | None:
     weights: tuple[str, ...] = ("weight",)
     if isinstance(module, GroupedMLP):
         weights, E = ("gate_up_proj", "down_proj"), module.num_experts
-        if module.dispatcher is not None:
-            ranks = module.dispatcher.ranks  # FSDP2 may shard the part of a process, too
-            E = E // len(ranks) if ranks else local_part(module.down_proj).size(0)
+        if isinstance(module.dispatcher, TokenDispatcher) and module.dispatcher.ranks:
+            E //= len(module.dispatcher.ranks)  # FSDP2 may shard the part of a process, too
+        elif module.dispatcher is not None:
+            E = local_part(module.down_proj).size(0)
     else:
         E = module.num_experts
     others = {"weights": None, "fuse_wgrad_accumulation": False}
