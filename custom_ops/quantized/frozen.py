@@ -316,7 +316,7 @@ class KeepsFrozen(nn.Module):
             if own is None or not isinstance(state_dict.get(key), Tensor):
                 continue
             if name in scales:  # taken with their numbers
-                if prefix + name.removesuffix(SCALE) not in state_dict:
+                if not isinstance(state_dict.get(key.removesuffix(SCALE)), Tensor):
                     state_dict.pop(key)
                     error_msgs.append(f"{key}: scales come without their numbers.")
                 continue
@@ -343,7 +343,7 @@ class KeepsFrozen(nn.Module):
         if w.dtype == storage.values:
             parts = w, _scale_of(w, scale, storage, key + SCALE)
             if frozen is not None:
-                state_dict[key], state_dict[key + SCALE] = _as_bits(frozen, parts)
+                state_dict[key], state_dict[key + SCALE] = self._fitting(name, parts)
                 return
             del state_dict[key + SCALE]
             dtype = own.dtype if own.dtype in ACTIVATIONS else torch.float32
@@ -366,7 +366,18 @@ class KeepsFrozen(nn.Module):
             w = w.redistribute(own.device_mesh, own.placements) if is_dtensor(own) else w
             w = w.to(own.device) if not own.is_meta else w
             w = w.mT if self.is_transposed else w
-            state_dict[key], state_dict[key + SCALE] = _as_bits(frozen, _quantized(w, frozen))
+            state_dict[key], state_dict[key + SCALE] = self._fitting(name, _quantized(w, frozen))
+
+    def _fitting(self, name: str, parts: Parts) -> Parts:
+        """The bits of numbers and scales to be loaded; ValueError unless both fit.
+
+        torch loads each parameter by itself, and would leave new numbers beside old scales.
+        """
+        bits = _as_bits(self._frozen[name], parts)
+        for part_name, own, new in zip((name, name + SCALE), self._parts(name), bits, strict=True):
+            if new.shape != own.shape:
+                raise ValueError(f"{part_name} must be {list(own.shape)}, got {list(new.shape)}")
+        return bits
 
 
 def frozen_of(module: Any) -> Mapping[str, Frozen]:
