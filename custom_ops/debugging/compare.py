@@ -144,9 +144,9 @@ def compare(
         plain = _results(layer, None, args, kwargs, dy, compiled)
         for quantized, recipe in recipes_of[name].items():
             results = _results(layer, recipe, args, kwargs, dy, compiled)
-            for tensor, without in plain.items():
-                off = results[tensor].double() - without.double()
-                both = torch.stack([off.square().sum(), without.double().square().sum()])
+            for tensor, t in plain.items():
+                off = results[tensor].double() - t.double()
+                both = torch.stack([off.square().sum(), t.double().square().sum()])
                 key = name, quantized, tensor
                 squares[key] = squares[key] + both if key in squares else both
 
@@ -220,12 +220,10 @@ def _with_recipe(experts: Experts, recipe: Recipe | None, dtype: torch.dtype) ->
     other = copy.copy(layer)
     changed: dict[str, Any] = {"watched": None, "_modules": {}}
     for name, module in layer._modules.items():
-        if isinstance(module, DelayedScalingState) or name == "scaling_states":
-            if recipe is not None and recipe.has_state:
-                changed["_modules"][name] = copy.deepcopy(module)
-            else:
-                changed[name] = None
-        elif isinstance(module, WatchedLayer | WeightCache | TokenDispatcher):
+        is_state = isinstance(module, DelayedScalingState) or name == "scaling_states"
+        if is_state and recipe is not None and recipe.has_state:
+            changed["_modules"][name] = copy.deepcopy(module)
+        elif is_state or isinstance(module, WatchedLayer | WeightCache | TokenDispatcher):
             changed[name] = None
         else:  # an activation of converted experts
             changed["_modules"][name] = module

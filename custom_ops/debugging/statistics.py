@@ -113,8 +113,7 @@ class Statistics:
 
     def __str__(self) -> str:
         """A line for each layer and role, with the expert of most underflow; then the loads."""
-        heads = ["layer", "role", *PRINTED, "most underflow"]
-        lines = [heads]
+        lines = [["layer", "role", *PRINTED, "most underflow"]]
         for row in self.operands:
             of_experts = [r for r in self.experts if r[:2] == row[:2] and r.underflow > 0]
             worst = max(of_experts, key=lambda r: r.underflow, default=None)
@@ -193,19 +192,17 @@ def _of_numbers(
         return n[part] / n[whole] if n[whole] else nan
 
     tokens = n["rows"] / max(n["calls"], 1) if role == "weight" else n["rows"]
-    was_read = n["numbers"] > 0
-    compared = n["compared"] > 0
     return OperandStatistics(
         layer=layer,
         role=role,
         expert=expert,
         tokens=tokens,
-        amax=n["amax"] if was_read else nan,
+        amax=n["amax"] if n["numbers"] else nan,
         scaled_amax=n["scaled_amax"] if n["scaled_amax"] else nan,
         underflow=share("underflow", "compared"),
         saturated=share("saturated", "compared"),
         not_finite=share("not_finite", "numbers"),
-        error=n["error"] / n["square"] if compared and n["square"] else nan,
+        error=share("error", "square"),
         shared=share("shared", "blocks"),
         moved=share("moved", "looked_at"),
     )

@@ -129,10 +129,7 @@ class Watch:
         """
         if group is not None:
             self._check_same_experts(group)
-        numbers = {name: self._numbers_of(name, reset) for name in self.layers}
-        if group is not None:
-            numbers = _reduced(numbers, group)
-        on_host = _to_host(numbers)
+        on_host = _to_host({name: self._numbers_of(name, reset) for name in self.layers}, group)
         experts, operands, loads = [], [], []
         for name, of_module in on_host.items():
             for weight, of_weight in zip(self.layers[name].weights, of_module, strict=True):
@@ -284,22 +281,15 @@ def _looked_at(weight: Any) -> Tensor | None:
     return w[:, n, k].detach().clone()
 
 
-def _to_host(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """These tensors on the CPU, in one copy."""
-    parts = [t.flatten() for t in numbers.values()]
-    device = parts[0].device
-    flat = torch.cat([t.to(device) for t in parts]).cpu()
-    split = flat.split([len(t) for t in parts])
-    return {n: t.view(like.shape) for (n, like), t in zip(numbers.items(), split, strict=True)}
-
-
-def _reduced(numbers: dict[str, Tensor], group: "dist.ProcessGroup") -> dict[str, Tensor]:
-    """Sums and maxima over the processes of a group, in two all-reduces."""
-    maxima = list(map(READ_COLUMNS.index, MAXIMA))
-    flat = torch.cat([t.flatten(0, -2) for t in numbers.values()])
-    largest = flat[:, maxima].contiguous()
-    dist.all_reduce(flat, dist.ReduceOp.SUM, group=group)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    flat[:, maxima] = largest
-    split = flat.split([t.flatten(0, -2).size(0) for t in numbers.values()])
+def _to_host(numbers: dict[str, Tensor], group: "dist.ProcessGroup | None") -> dict[str, Tensor]:
+    """These tensors on the CPU, in one copy; of a group sums and maxima, in two all-reduces."""
+    parts = [t.flatten(0, -2) for t in numbers.values()]
+    flat = torch.cat([part.to(parts[0].device) for part in parts])
+    if group is not None:
+        maxima = list(map(READ_COLUMNS.index, MAXIMA))
+        largest = flat[:, maxima].contiguous()
+        dist.all_reduce(flat, dist.ReduceOp.SUM, group=group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        flat[:, maxima] = largest
+    split = flat.cpu().split(list(map(len, parts)))
     return {n: t.view(like.shape) for (n, like), t in zip(numbers.items(), split, strict=True)}

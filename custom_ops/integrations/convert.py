@@ -191,14 +191,12 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
 
 
 def _report(
-    model: nn.Module, names: Collection[str], request: Request, changes: Changes
+    model: nn.Module, found: Mapping[str, Experts], request: Request, changes: Changes
 ) -> Conversion:
     """The report of converted experts, by names in ``named_modules``."""
-    has_adapters, modules = adapted(model), {name: model.get_submodule(name) for name in names}
-    converted = []
-    for name, module in modules.items():
-        experts = experts_of(module)
-        assert experts is not None
+    has_adapters, converted = adapted(model), []
+    for name, experts in found.items():
+        module = experts.module
         path = "grouped_linear" if experts.library == "torchtitan" else "experts implementation"
         path += how_kept(module, experts.weights[0])
         path += ", with adapters" if module in has_adapters else ""
@@ -209,7 +207,7 @@ def _report(
         sizes = experts.num_experts, num_parameters(module)
         converted.append(ConvertedExperts(name, experts.form, *sizes, path, error))
     in_ddp = _is_in_ddp(model)  # where weights cannot be kept in another way
-    recipes = {m: None if in_ddp else request.of(name).recipe for name, m in modules.items()}
+    recipes = {e.module: None if in_ddp else request.of(n).recipe for n, e in found.items()}
     return Conversion(
         request.recipe,
         tuple(converted),

@@ -20,12 +20,6 @@ def class_before(module: nn.Module) -> type[nn.Module]:
     return before
 
 
-def check_forward_can_change(where: str, module: nn.Module) -> None:
-    """Raise ValueError for a module with a forward beside that of its class."""
-    if "forward" in vars(module):
-        raise ValueError(f"{where} has a forward of its own, which would hide the new one")
-
-
 def convert_class(module: Any, members: Callable[..., dict[str, Any]], *args: Any) -> None:
     """Give a module the class that :func:`converted_class` makes of its present class."""
     before: Any = type(module)

@@ -63,14 +63,13 @@ def _layer(module: Any) -> Experts | None:
     if not isinstance(module, GroupedLinear | GroupedMLP):
         return None
     weights: tuple[str, ...] = ("weight",)
+    E = module.num_experts
     if isinstance(module, GroupedMLP):
-        weights, E = ("gate_up_proj", "down_proj"), module.num_experts
+        weights = "gate_up_proj", "down_proj"
         if isinstance(module.dispatcher, TokenDispatcher) and module.dispatcher.ranks:
             E //= len(module.dispatcher.ranks)  # FSDP2 may shard the part of a process, too
         elif module.dispatcher is not None:
             E = local_part(module.down_proj).size(0)
-    else:
-        E = module.num_experts
     others = {"weights": None, "fuse_wgrad_accumulation": False}
     return Experts(
         module,

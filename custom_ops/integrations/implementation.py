@@ -50,12 +50,11 @@ class Implementation:
         """Register the name with transformers."""
         if Implementation.of(self.name) == self:
             return
-        options: dict[str, Any] = {
-            "recipe": self.recipe,
-            "save_gate_up_in_fp8": self.save_gate_up_in_fp8,
-        }
+        function: Any = partial(
+            experts_forward, recipe=self.recipe, save_gate_up_in_fp8=self.save_gate_up_in_fp8
+        )
         for interface in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
-            interface.register(self.name, partial(experts_forward, **options))
+            interface.register(self.name, function)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _registered, (self.name, self.recipe, self.save_gate_up_in_fp8)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from grouped_linear.integrations.experts import experts_of, goes_through_interface
+from grouped_linear.integrations.experts import experts_of
 from grouped_linear.nn.from_modules import swiglu_names
 
 
@@ -18,7 +18,7 @@ def look_alikes(model: nn.Module) -> dict[str, str]:
         if any(name.startswith(prefix) for prefix in seen):
             continue
         experts = experts_of(module)
-        if experts is not None and (experts.computed_here or goes_through_interface(module)):
+        if experts is not None and (experts.computed_here or experts.library == "transformers"):
             seen.append(f"{name}.")
             continue
         why = _why_skipped(name, module)
