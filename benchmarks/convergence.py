@@ -137,8 +137,8 @@ class Learner:
     One layer is compiled for all of them: it takes a fraction of the time of a whole model.
     """
 
-    def __init__(self, model: Any, compiled: bool) -> None:
-        self.model = model
+    def __init__(self, model: Any, compiled: bool, autocast: bool = True) -> None:
+        self.model, self.autocast = model, autocast
         self.head = entropy_and_hits
         for layer in model.model.layers:
             layer.mlp.gate.register_forward_hook(keep_logits)
@@ -152,7 +152,7 @@ class Learner:
         from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
         model, config = self.model, self.model.config
-        with torch.autocast(ids_BS.device.type, dtype=torch.bfloat16):
+        with torch.autocast(ids_BS.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             x_BSD = model.model(input_ids=ids_BS, use_cache=False).last_hidden_state
             entropy, right = self.head(x_BSD, model.lm_head.weight, ids_BS)
             logits = tuple(layer.mlp.gate.logits for layer in model.model.layers)

@@ -8,8 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import convergence, python_source
-from benchmarks.convergence_report import RESTARTED, Interval, Record, recorded, runs_of, table
+from benchmarks import convergence, gradient_error, python_source
+from benchmarks.convergence_report import (
+    LABELS,
+    RESTARTED,
+    Interval,
+    Record,
+    recorded,
+    runs_of,
+    table,
+)
 
 pytest.importorskip("transformers", minversion="5.23")
 
@@ -158,3 +166,36 @@ def test_processes_train_one_model_together(
     monkeypatch.setitem(convergence.SCALES, "tiny", tiny)
     with pytest.raises(SystemExit, match="in other than 24 steps"):
         convergence.main([*call, str(tmp_path / "one")])
+
+
+def test_gradients_lie_as_far_from_the_exact_ones_as_their_formats_say(
+    data: python_source.Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_error, "corpus", lambda vocabulary, text: data)
+    modes = ["bf16", "fp8", "e5m2_grad_output"]
+    small = ["--scale", "tiny", "--tokens", "1280", "--batches", "2", "--no-compile"]
+    gradient_error.main(
+        [*small, "--device", "cpu", "--output-dir", str(tmp_path), "--modes", *modes]
+    )
+    (page,) = tmp_path.glob("gradient_error_*.md")
+    lines = [line.strip("|").split("|") for line in page.read_text().splitlines()]
+    of_batch = {
+        line[0].strip(): float(line[1]) for line in lines if len(line) == 5 and "." in line[1]
+    }
+    bf16, fp8, e5m2 = (of_batch[LABELS[mode]] for mode in modes)
+    assert bf16 < 3 < fp8 < e5m2 < 10 < of_batch["another batch"]
+
+
+def test_distances_of_gradients() -> None:
+    generator = torch.Generator().manual_seed(0)
+    true = torch.full((1000,), 2.0)
+    exact = [{"w": true + torch.randn(1000, generator=generator)} for _ in range(50)]
+    parts = {"all": ["w"]}
+    (noise,) = gradient_error.noise(exact, parts)
+    assert noise == pytest.approx((1 / math.sqrt(5), 1 / math.sqrt(4 * 50)), rel=0.03)
+    one_side = [{"w": e["w"] + 0.1} for e in exact]
+    (leaning,) = gradient_error.distances(one_side, exact, parts)
+    assert leaning == pytest.approx((0.1 / math.sqrt(5), 0.1 / 2), rel=0.01)
+    either = [{"w": e["w"] + 0.1 * (-1) ** b} for b, e in enumerate(exact)]
+    (fair,) = gradient_error.distances(either, exact, parts)
+    assert fair == pytest.approx((0.1 / math.sqrt(5), 0), rel=0.01, abs=1e-5)

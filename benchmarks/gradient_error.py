@@ -1,0 +1,193 @@
+"""How far are FP8's gradients from the exact ones, beside the noise of a batch?
+
+    python -m benchmarks.gradient_error
+    python -m benchmarks.gradient_error --tokens 1e6   # early in training
+
+The model of benchmarks.convergence learns in BF16. Then every mode computes the gradients of the
+same batches from the same weights, and so does float32. Losses of many runs differ by chance, these
+differences do not. With batches b = 1 ... B, a mode's gradients g_b and float32's r_b:
+
+    of a batch = sqrt(sum |g_b - r_b|^2 / sum |r_b|^2)
+    of the mean = |sum (g_b - r_b)| / |sum r_b|
+
+Rounding that is random vanishes from a mean of many batches; what leans to one side stays in it.
+"""
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import timing
+from benchmarks.convergence import MODES, SCALES, Learner, Scale, Training, new_model
+from benchmarks.convergence_report import LABELS
+from benchmarks.python_source import Corpus, corpus
+from grouped_linear import watch
+
+LEARNS_IN = "bf16"
+COMPARED = (
+    *("bf16", "fp8", "bf16_wgrad", "bf16_input", "bf16_weight", "bf16_grad_output"),
+    *("e5m2_grad_output", "bf16_ends"),
+)
+EXPERTS = ".mlp.experts."
+Gradients = dict[str, Tensor]
+
+
+class Distance(NamedTuple):
+    """From the exact gradients, beside their size."""
+
+    of_batch: float
+    of_mean: float
+
+
+def gradients(learner: Learner, batches: Iterable[Tensor]) -> Iterator[Gradients]:
+    """Of each batch, by the names of parameters."""
+    for ids_BS in batches:
+        learner.model.zero_grad()
+        learner(ids_BS)[0].backward()
+        yield {name: p.grad for name, p in learner.model.named_parameters()}
+
+
+def exact_gradients(scale: Scale, weights: Any, batches: Sequence[Tensor]) -> list[Gradients]:
+    """In float32, by transformers' experts one after the other."""
+    model: Any = new_model(scale, 0, batches[0].device)
+    model.load_state_dict(weights)
+    model.set_experts_implementation("eager")
+    return list(gradients(Learner(model, compiled=False, autocast=False), batches))
+
+
+def distances(
+    of_batches: Iterable[Gradients], exact: Sequence[Gradients], parts: Mapping[str, Sequence[str]]
+) -> list[Distance]:
+    """Of each part of the parameters."""
+    errors = [list[Tensor]() for _ in parts]
+    sums: Gradients = {}
+    for given, right in zip(of_batches, exact, strict=True):
+        difference = {name: given[name] - right[name] for name in right}
+        for error, names in zip(errors, parts.values(), strict=True):
+            error.append(norm(difference, names))
+        sums = {name: sums[name] + d for name, d in difference.items()} if sums else difference
+    total = total_of(exact)
+    return [
+        Distance(size(error) / size([norm(e, names) for e in exact]), ratio(sums, total, names))
+        for error, names in zip(errors, parts.values(), strict=True)
+    ]
+
+
+def noise(exact: Sequence[Gradients], parts: Mapping[str, Sequence[str]]) -> list[Distance]:
+    """From the mean of all possible batches, estimated by these."""
+    B, total, found = len(exact), total_of(exact), []
+    for names in parts.values():
+        means = {name: total[name] / B for name in names}
+        apart = [norm({n: e[n] - means[n] for n in names}, names) for e in exact]
+        deviation = size(apart) / (B - 1) ** 0.5  # of a batch
+        of_batch = deviation * B**0.5 / size([norm(e, names) for e in exact])
+        found.append(Distance(of_batch, deviation / B**0.5 / float(norm(means, names))))
+    return found
+
+
+def total_of(exact: Sequence[Gradients]) -> Gradients:
+    return {name: torch.stack([e[name] for e in exact]).sum(0) for name in exact[0]}
+
+
+def ratio(a: Gradients, b: Gradients, names: Sequence[str]) -> float:
+    return float(norm(a, names) / norm(b, names))
+
+
+def norm(of: Gradients, names: Sequence[str]) -> Tensor:
+    return torch.stack([of[name].double().norm() for name in names]).norm()
+
+
+def size(norms: Sequence[Tensor]) -> float:
+    return float(torch.stack(list(norms)).norm())
+
+
+def counts(training: Training, ids_BS: Tensor) -> list[list[str]]:
+    """What FP8 does to the operands of each role: means over the layers."""
+    seen = watch(training.model, rows=None)
+    next(gradients(training.forward, [ids_BS]))
+    read = seen.step()
+    seen.remove()
+    assert read is not None
+    cells = [["operand of", "role", "became zero, %", "saturated, %", "mean square of the error"]]
+    found = {(row.layer.rsplit(".", 1)[-1], row.role): list[Any]() for row in read.operands}
+    for row in read.operands:
+        found[row.layer.rsplit(".", 1)[-1], row.role].append(row)
+    for key, rows in found.items():
+        underflow, saturated, error = (
+            mean(getattr(row, column) for row in rows)
+            for column in ("underflow", "saturated", "error")
+        )
+        cells.append([*key, f"{100 * underflow:.3f}", f"{100 * saturated:.3f}", f"{error:.1e}"])
+    return cells
+
+
+def measure(options: argparse.Namespace, data: Corpus, device: torch.device) -> str:
+    """Two tables: gradients by mode, and what FP8 does to operands."""
+    scale, tokens = SCALES[options.scale], int(options.tokens)
+    learner = Training(LEARNS_IN, scale, device, data, options.compile)
+    learner.run(0, tokens)
+    weights = {name: p.detach().clone() for name, p in learner.model.state_dict().items()}
+    # Of another order than the run's, and pieces of the training text: what a step would read.
+    batches = list(islice(learner.batches(1, options.batches), options.batches))
+    names = [name for name, _ in learner.model.named_parameters()]
+    parts = {
+        "experts": [name for name in names if EXPERTS in name],
+        "everything else": [name for name in names if EXPERTS not in name],
+    }
+    del learner
+    exact = exact_gradients(scale, weights, batches)
+    measures = [f"{part}: {of}" for part in parts for of in ("of a batch, %", "of the mean, %")]
+    cells, operands = [["", *measures]], list[list[str]]()
+
+    def add(label: str, found: Sequence[Distance]) -> None:
+        cells.append([label, *(f"{100 * x:.2f}" for distance in found for x in distance)])
+        print(*cells[-1], sep="  ", flush=True)
+
+    add("another batch", noise(exact, parts))
+    for mode in options.modes:
+        training = Training(mode, scale, device, data, compiled=False)
+        training.model.load_state_dict(weights)
+        add(LABELS[mode], distances(gradients(training.forward, batches), exact, parts))
+        if mode == "fp8":
+            operands = counts(training, batches[0])
+        del training
+    return "\n\n".join(timing.markdown(table) for table in (cells, operands) if table)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gradient_error", description=(__doc__ or "").splitlines()[0]
+    )
+    option = parser.add_argument
+    option("--modes", nargs="+", choices=MODES, default=COMPARED)
+    option("--tokens", type=float, default=20e6, help="that the model learns from (default: 20e6)")
+    option("--batches", type=int, default=16)
+    option("--scale", choices=SCALES, default="small")
+    option("--text", type=int, help="characters of the corpus (default: all)")
+    option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    option("--compile", action=argparse.BooleanOptionalAction, default=True)
+    option("--output-dir", type=Path, default=timing.RESULTS)
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    scale = SCALES[options.scale]
+    data = corpus(scale.sizes["vocab_size"], options.text or scale.text)
+    tables = measure(options, data, device)
+    about = (
+        f"After {options.tokens / 1e6:g} M tokens in BF16: the distance of each mode's gradients "
+        f"from float32's, over {options.batches} batches of {scale.batch} x {scale.context} "
+        f"tokens, in percent of their size. {data.about[0]}."
+    )
+    text = timing.page("Gradients beside float32's", about, "gradient_error", device, tables)
+    print(text)
+    name = f"gradient_error_{options.tokens / 1e6:g}M_{timing.slug(device)}.md"
+    (options.output_dir / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
