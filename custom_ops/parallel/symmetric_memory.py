@@ -69,9 +69,7 @@ class _Buffers:
 
 # Not by the group's name: names repeat after destroy_process_group. Memory of a group that was
 # destroyed is kept, because processes would have to free it together.
-@cache
-def _buffers(group: dist.ProcessGroup, device: torch.device) -> _Buffers:
-    return _Buffers(group, device)
+_buffers = cache(_Buffers)
 
 
 @torch.library.custom_op("grouped_linear_parallel::all_to_all_v", mutates_args=())

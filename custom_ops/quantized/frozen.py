@@ -65,10 +65,6 @@ def dequantize_blocks(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return w
 
 
-def _quantize_mxfp4(w_ENK: Tensor, recipe: Recipe | None) -> Parts:
-    return ops.quantize_mxfp4(w_ENK)
-
-
 class Storage(NamedTuple):
     """How a frozen weight lies in memory, and as which dtypes it is read."""
 
@@ -106,7 +102,7 @@ STORAGES = {
         torch.uint8,
         (1, MX_BLOCK // 2),
         2,
-        _quantize_mxfp4,
+        lambda w_ENK, recipe: ops.quantize_mxfp4(w_ENK),
         ops.dequantize_mxfp4,
     ),
 }

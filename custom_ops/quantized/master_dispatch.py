@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
-from grouped_linear.quantized.operations import run_collective, views_of, written
+from grouped_linear.quantized.operations import bound_arguments, views_of
 from grouped_linear.quantized.with_master import HANDLERS, GroupedTensorWithMaster, Handler
 from grouped_linear.recipes import stores
 
@@ -113,8 +113,14 @@ def _check_can_be_seen(func: Any) -> None:
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operation on plain tensors. What it writes is written when this returns."""
-    if func.namespace == "c10d" and not _sends(func):
-        return run_collective(func, args, kwargs)
+    if _writes_unsaid(func):
+        # NCCL returns a null work for an operation that is not asynchronous, where gloo returns
+        # one. A null cannot be waited for, so the operation is always asynchronous here.
+        bound = bound_arguments(func, args, kwargs)
+        bound |= {name: True for name in bound if name in ("async_op", "asyncOp")}
+        out = func(*bound.values())
+        (out[-1] if isinstance(out, (tuple, list)) else out).wait()
+        return out
     out = func(*args, **kwargs)
     if func.namespace == "_c10d_functional" and func._schema.is_mutable:
         for t in tree_leaves(out):
@@ -124,15 +130,20 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors of this class that an operation writes, each once."""
-    # The schemas of c10d do not say what is written.
-    may_write = func.namespace == "c10d" and not _sends(func)
-    leaves = tree_leaves((args, kwargs) if may_write else written(func, args, kwargs))
+    given = bound_arguments(func, args, kwargs)
+    if not _writes_unsaid(func):
+        infos = ((a.name, a.alias_info) for a in func._schema.arguments)
+        given = {name: given[name] for name, info in infos if info and info.is_write}
+    leaves = tree_leaves(given)
     return list({id(t): t for t in leaves if isinstance(t, GroupedTensorWithMaster)}.values())
 
 
-def _sends(func: Any) -> bool:
-    """Whether an operation of c10d reads alone; its caller waits for it, once."""
-    return bool(func is torch.ops.c10d.send.default)
+def _writes_unsaid(func: Any) -> bool:
+    """Whether it is an operation of c10d, whose schemas do not say what is written.
+
+    A send reads alone; its caller waits for it, once.
+    """
+    return func.namespace == "c10d" and func is not torch.ops.c10d.send.default
 
 
 def _view_of(t: GroupedTensorWithMaster, numbers: Tensor) -> GroupedTensorWithMaster:

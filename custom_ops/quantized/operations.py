@@ -17,26 +17,6 @@ def bound_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     }
 
 
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation writes."""
-    infos = {a.name: a.alias_info for a in func._schema.arguments}
-    bound = bound_arguments(func, args, kwargs)
-    return [v for name, v in bound.items() if infos[name] and infos[name].is_write]
-
-
-def run_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation of c10d; it has ended on the current stream when this returns.
-
-    NCCL returns a null work for an operation that is not asynchronous, where gloo returns one. A
-    null cannot be waited for, so the operation is always asynchronous here.
-    """
-    bound = bound_arguments(func, args, kwargs)
-    bound |= {name: True for name in bound if name in ("async_op", "asyncOp")}
-    out = func(*bound.values())
-    (out[-1] if isinstance(out, (tuple, list)) else out).wait()
-    return out
-
-
 @contextmanager
 def views_of(t: Tensor) -> Iterator[None]:
     """The context in which views of t's parts are made, with the parts' own version counters.
