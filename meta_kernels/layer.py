@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from grouped_linear.meta_kernels.matmul import grouped_scaled_mm, grouped_scaled_mm_wgrad
-from grouped_linear.meta_kernels.offsets import splits_to_offsets
 from grouped_linear.meta_kernels.quantize import group_quantize, quantize_weight
+from grouped_linear.meta_kernels.routing import splits_to_offsets
 from grouped_linear.meta_kernels.rules import Rules, fake
 
 

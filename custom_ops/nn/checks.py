@@ -373,10 +373,9 @@ def check_row_weights(op: str, row_weights: Any, x: Tensor) -> None:
 
 def check_mlp(op: str, x_TH: Tensor, gate_up: Projection, down: Projection, gated: bool) -> None:
     """Check both projections in the caller's words."""
-    projections = gate_up.weights[0], down.weights[0]
-    biases = gate_up.bias_EN, down.bias_EN
-    gate_up_proj, down_proj = projections
-    for name, given in zip(NAMES, (gate_up, down), strict=True):
+    gate_up_proj, down_proj = gate_up.weights[0], down.weights[0]
+    projections = tuple(zip(NAMES, (gate_up, down), strict=True))
+    for name, given in projections:
         of_bias = {f"{name}_bias": given.bias_EN}
         named = {name: given.weights[0], **of_bias}
         # A weight that is stored quantized may be passed as its FP8 numbers.
@@ -401,11 +400,12 @@ def check_mlp(op: str, x_TH: Tensor, gate_up: Projection, down: Projection, gate
         )
     check_sizes(op, "gate_up_proj", gate_up_proj, E, H=H)
     check_sizes(op, "down_proj", down_proj, E, F=down_proj.size(2))
-    for name, w, bias in zip(NAMES, projections, biases, strict=True):
+    for name, given in projections:
+        w, bias = given.weights[0], given.bias_EN
         if bias is not None and bias.shape != w.shape[:2]:
             raise RuntimeError(
                 f"{op}: {name}_bias must be {list(w.shape[:2])}, as {name} is "
                 f"{list(w.shape)}, got {list(bias.shape)}"
             )
-    for name, short, given in zip(NAMES, ("gate_up", "down"), (gate_up, down), strict=True):
-        check_adapter(op, f"{short}_lora", given.adapter, name, given.weights[0], x_TH)
+        lora = f"{name.removesuffix('_proj')}_lora"
+        check_adapter(op, lora, given.adapter, name, w, x_TH)

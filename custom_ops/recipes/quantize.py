@@ -226,21 +226,21 @@ def quantize_tokens(
     or because that is faster. ``columns`` are of the output of the GEMM that reads the rowwise
     operand. With ``columnwise`` in what is returned, wgrad gathers them, too.
     """
+    in_16_bits = format.wgrad_dtype is not None
     if format.quantize is not None or format.dtype in (torch.bfloat16, torch.float16):
         return None
-    if format.scaling is None and format.wgrad_dtype is None:
+    if format.scaling is None and not in_16_bits:
         if columns > (GATHERING_WGRAD if columnwise else GATHERING_16_BITS):
             return None
         return Operands(tokens_TH, None, tokens_TH if columnwise else None)
     if format.scaling != "block":
         return None
-    in_16_bits = format.wgrad_dtype is not None
     beside_columnwise = columnwise and not in_16_bits
     if columns > (GATHERING_FP8_BESIDE_COLUMNWISE if beside_columnwise else GATHERING_FP8):
         return None
     one_group = torch.full((1,), tokens_TH.size(0), dtype=torch.int32, device=tokens_TH.device)
     tokens = _quantize(tokens_TH, format, one_group, Layouts(True, False))
-    if columnwise and format.wgrad_dtype is not None and columns <= GATHERING_WGRAD:
+    if columnwise and in_16_bits and columns <= GATHERING_WGRAD:
         tokens = tokens._replace(columnwise=tokens_TH.to(format.wgrad_dtype))
     return tokens
 
