@@ -266,21 +266,7 @@ def test_what_is_converted_is_left_alone() -> None:
     assert sentence(lambda: convert(model, Float8BlockScaling())) == expected
 
 
-def test_what_stays() -> None:
-    grouped = model_of("grouped", "cpu")
-    parameters = dict(grouped.named_parameters())
-    convert(grouped)
-    assert all(p is parameters[name] for name, p in grouped.named_parameters())
-    assert isinstance(grouped[1].experts, GroupedExperts)
-    assert type(grouped[1].experts).__name__ == "GroupedGroupedExperts"
-
-
 MISTAKES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "nothing": (
-        lambda: nn.Sequential(nn.Linear(H, H)),
-        "convert: Sequential has no experts of a form that is known: help(grouped_linear.convert) "
-        "names the forms, and what makes a layer of a list",
-    ),
     "our layers": (
         lambda: nn.Sequential(GroupedMLP(2, H, F)),
         "convert: Sequential has no experts of a form that is known: its layers are this "

@@ -59,11 +59,17 @@ def logits(model: Any) -> Tensor:
         return model(IDS).logits
 
 
+def gpt_oss() -> Any:
+    config = {"layer_types": ["full_attention"] * 2, "rope_parameters": {"rope_type": "default"}}
+    sizes = {"num_hidden_layers": 2, "num_local_experts": E, "intermediate_size": F}
+    return tiny("gpt_oss", **sizes, **config).eval()
+
+
 def titan() -> nn.Module:
     return nn.Sequential(GroupedExperts(E, H, F), nn.Linear(H, H))
 
 
-FORMS = {"mixtral": mixtral, "titan": titan, "mixtral in MXFP4": mixtral}
+FORMS = {"mixtral": mixtral, "titan": titan, "gpt_oss in MXFP4": gpt_oss}
 FORM = pytest.mark.parametrize("form", FORMS)
 
 

@@ -3,7 +3,6 @@
 E experts, H features of a token, F features of an expert.
 """
 
-import copy
 import json
 import math
 from pathlib import Path
@@ -19,7 +18,6 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, replace_wit
 
 from grouped_linear import (
     Float8BlockScaling,
-    Float8CurrentScaling,
     MXFP8BlockScaling,
     Recipe,
     compare,
@@ -33,7 +31,7 @@ from support.errors import sentence
 from support.experts import GroupedExperts
 from support.hugging_face import FAMILIES, tiny
 from support.layers import through_pickle
-from support.tensors import BF16, FP32
+from support.tensors import BF16
 
 DEVICES = pytest.mark.parametrize("device", devices("grouped_mm_mxfp4"))
 E, H, F, ROWS = 3, 32, 64, 9
@@ -143,29 +141,6 @@ def test_recipes(family: str, recipe: Recipe) -> None:
     assert {d.tensor for d in compared.differences} == {"output", "x"}
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [nn.Module.half, copy.deepcopy, through_pickle],
-    ids=["half", "deepcopy", "pickle"],
-)
-@pytest.mark.parametrize("family", ["gpt_oss", "titan"])
-def test_state(changed: Any, family: str) -> None:
-    """Nothing casts the bytes; states load into frozen and into plain models, copied, assigned."""
-    state = in_mxfp4(family).state_dict()
-    assert {type(t) for t in state.values()} == {Tensor}
-    model = changed(in_mxfp4(family))
-    model.load_state_dict(state, assign=True)
-    expected = result(in_mxfp4(family))
-    assert_same_bits(result(model), expected)
-    for name, module in weights_of(model).items():
-        assert module.get_parameter(name.rpartition(".")[2]).dtype == torch.uint8
-    again = in_mxfp4(family)
-    for p in again.parameters():
-        p.detach().zero_()
-    again.load_state_dict(state)
-    assert_same_bits(result(again), expected)
-
-
 def test_into_plain_weights_and_back() -> None:
     """A model in 16 bits loads the dequantized numbers, and the other way round."""
     model, plain = in_mxfp4(), model_of("mixtral")
@@ -202,18 +177,6 @@ def test_of_weights_that_were_kept_otherwise(weights: Any) -> None:
     convert(model, Float8BlockScaling(), weights=weights)
     convert(model, weights="mxfp4")
     assert_same_bits(result(model), result(in_mxfp4()))
-
-
-def test_generates() -> None:
-    model = model_of("qwen3_moe", FP32)
-    convert(model, weights="mxfp4")
-    options = {"max_new_tokens": 5, "do_sample": False}
-    tokens = model.generate(IDS, **options)
-    plain = model_of("qwen3_moe", FP32)
-    with torch.no_grad():
-        for name, module in weights_of(model).items():
-            plain.get_parameter(name).copy_(module.dequantize(name.rpartition(".")[2]))
-    assert torch.equal(plain.generate(IDS, **options), tokens)
 
 
 def test_compiled() -> None:
@@ -292,15 +255,6 @@ def test_saved_with_layers_in_high_precision(tmp_path: Path) -> None:
     )
 
 
-def test_what_transformers_cannot_save(tmp_path: Path) -> None:
-    model = in_mxfp4("gpt_oss")
-    assert sentence(lambda: model.save_pretrained(tmp_path)) == (
-        "save_pretrained: transformers' FP8 experts have no biases, transposed weights or norms, "
-        "model.layers.0.mlp.experts has: save the model before it is converted, or its state_dict()"
-    )
-    assert not [*tmp_path.iterdir()]
-
-
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "features": (
         lambda: model_of("mixtral", intermediate_size=48),
@@ -313,25 +267,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "model.layers.0.mlp.experts: in_features of down_proj must be a multiple of 32 with "
         "weights='mxfp4', got 48",
-    ),
-    "recipe": (
-        lambda: model_of("mixtral"),
-        {"recipe": Float8CurrentScaling()},
-        "weights='mxfp4' needs no recipe, Float8BlockScaling or MXFP8BlockScaling, got "
-        "Float8CurrentScaling()",
-    ),
-    "meta": (
-        lambda: model_of("mixtral").to("meta"),
-        {},
-        "model.layers.0.mlp.experts: gate_up_proj is on the meta device, it has no numbers yet: "
-        "load the checkpoint before",
-    ),
-    "FP8": (
-        lambda: (m := model_of("mixtral"), convert(m, weights="fp8"))[0],
-        {"recipe": Float8BlockScaling()},
-        "model.layers.0.mlp.experts: the weights are frozen in FP8 and stay so: leave weights "
-        "out, with the recipe Float8BlockScaling(), or load the model in high precision (a "
-        "checkpoint: dequantize=True in its quantization config) and convert that",
     ),
 }
 

@@ -3,7 +3,6 @@
 tests/clients has the same with the packages that train and load such models.
 """
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 from transformers import FineGrainedFP8Config
 
 from grouped_linear import Float8BlockScaling, MXFP8BlockScaling, convert
-from support.compare import assert_same_bits, assert_same_tensors, bits
+from support.compare import assert_same_bits, bits
 from support.errors import sentence
 from support.hugging_face import tiny
-from support.layers import through_pickle
 from support.tensors import BF16
 from support.versions import skipping_for_old_transformers
 
@@ -61,38 +59,6 @@ def frozen_names(model: nn.Module) -> list[str]:
     return [n for n, p in model.named_parameters() if p.dtype == torch.uint8]
 
 
-def experts_of(model: Any) -> list[Any]:
-    return [layer.mlp.experts for layer in model.model.layers]
-
-
-@FAMILY
-def test_saved_as_fp8_checkpoints_are(family: str, tmp_path: Path) -> None:
-    """Names and numbers of a published checkpoint, bit for bit."""
-    model = frozen(family)
-    model.save_pretrained(tmp_path)
-    saved, plain = load_file(tmp_path / "model.safetensors"), tmp_path / "plain"
-    model_of(family).save_pretrained(plain)
-    unquantized = load_file(plain / "model.safetensors")
-    assert {n for n in saved if not n.endswith("_scale_inv")} == unquantized.keys()
-    for name, t in unquantized.items():
-        in_fp8 = ".experts." in name
-        assert saved[name].dtype == (torch.float8_e4m3fn if in_fp8 else BF16)
-        assert (f"{name}_scale_inv" in saved) == in_fp8
-        assert in_fp8 or torch.equal(saved[name], t)
-    for layer in range(2):
-        experts = model.model.layers[layer].mlp.experts
-        gate, up, down = (
-            f"model.layers.{layer}.{PREFIX[family]}{name}.weight" for name in NAMES[family]
-        )
-        for own, names in (("gate_up_proj", [gate, up]), ("down_proj", [down])):
-            for suffix in ("", "_scale_inv"):
-                of_experts = [
-                    torch.cat([saved[name.format(e) + suffix] for name in names]) for e in range(E)
-                ]
-                held = experts.get_parameter(own + suffix)
-                assert_same_bits(torch.stack(of_experts).view(held.dtype), held)
-
-
 @FAMILY
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_loaded_into_transformers_modules(recipe: Any, family: str, tmp_path: Path) -> None:
@@ -130,41 +96,6 @@ def test_loaded_into_transformers_modules(recipe: Any, family: str, tmp_path: Pa
             assert_same_bits(bits(same[name].detach()), bits(t.detach()))
 
 
-def test_state_dicts_load_bit_for_bit() -> None:
-    """Dequantized into those that learn; test_converted_state.py has the others."""
-    model, learner = frozen(), model_of()
-    convert(learner, Float8BlockScaling(), weights="both")
-    learner.load_state_dict(model.state_dict())
-    for own, theirs in zip(experts_of(learner), experts_of(model), strict=True):
-        assert_same_bits(own.down_proj.detach().clone(), theirs.dequantize("down_proj"))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle], ids=["deepcopy", "pickle"])
-def test_copies_are_saved_too(copied: Any, tmp_path: Path) -> None:
-    model = frozen()
-    copied(model).save_pretrained(tmp_path / "copy")
-    model.save_pretrained(tmp_path / "model")
-    files = [load_file(tmp_path / d / "model.safetensors") for d in ("copy", "model")]
-    assert_same_tensors(files[0], files[1])
-
-
-def test_another_implementation_does_not_read_bytes() -> None:
-    model = frozen()
-    model.set_experts_implementation("eager")
-    with pytest.raises(ValueError, match=r"'eager' would .* call convert\(model, Float8BlockScal"):
-        logits(model)
-    convert(model, Float8BlockScaling())
-    logits(model)
-
-
-def test_not_for_gradients() -> None:
-    """They pass through to what lies before."""
-    model = frozen()
-    assert not any(p.requires_grad for m in experts_of(model) for p in m.parameters())
-    model(IDS, labels=IDS).loss.backward()
-    assert model.model.layers[0].self_attn.q_proj.weight.grad.any()
-
-
 def ernie_vl() -> Any:
     """Experts of two sizes, for text and for images, which its configuration has as a list."""
     config = transformers.Ernie4_5_VLMoeTextConfig(
@@ -200,17 +131,6 @@ save_pretrained: transformers' FP8 experts do not know the configuration of mode
 save_pretrained: transformers' FP8 experts have no biases, transposed weights or norms, layers.0.mlp.experts has: save the model before it is converted, or its state_dict()
 save_pretrained: transformers' FP8 experts have one size, the configuration of layers.1.mlp.text_moe.experts lists several: save the model before it is converted, or its state_dict()""",  # noqa: E501
     )
-
-
-def test_memory_footprint() -> None:
-    """A byte for an element, and a scale for 128 x 128 of them."""
-    model = model_of()
-    before = model.get_memory_footprint()
-    convert(model, weights="fp8")
-    elements = sum(model.get_parameter(name).numel() for name in frozen_names(model))
-    assert elements == 2 * E * 3 * F * H
-    # one byte instead of two; of a scale each 1 + 1 + 1 rows of blocks
-    assert model.get_memory_footprint() == before - elements + 2 * E * 3 * 4
 
 
 def test_experts_that_fp8_does_not_hold() -> None:
