@@ -22,8 +22,10 @@ from grouped_linear import (
     Float8BlockScaling,
     Float8CurrentScaling,
     GroupedLinear,
+    GroupedMLP,
     MXFP8BlockScaling,
     Recipe,
+    SwiGLU,
     ops,
     update_scales,
 )
@@ -250,6 +252,25 @@ def test_layers_share_a_recipe(dynamic: bool | None, recipe: Recipe) -> None:
             experts.zero_grad()
         for eager, compiled in zip(*gradients, strict=True):
             assert_same_bits(compiled, eager)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_layers_share_an_activation(dynamic: bool | None) -> None:
+    """Its numbers, too, stay constants for Dynamo."""
+    x, weights = torch.randn(T, K), torch.rand(T, 1)
+    index = torch.randint(E, (T, 1))
+    for limit in (5.0, 7.0, 9.0):
+        mlp = GroupedMLP(E, K, N, activation=SwiGLU(1.702, 1.0, limit))
+
+        def twice(x: Tensor, mlp: GroupedMLP = mlp) -> Tensor:
+            y: Tensor = mlp(mlp(x, weights, index), weights, index)
+            return y
+
+        call = torch.compile(twice, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        expected, actual = (
+            torch.autograd.grad(forward(x).sum(), [*mlp.parameters()]) for forward in (twice, call)
+        )
+        assert_all_same_bits(actual, expected)
 
 
 @DEVICES

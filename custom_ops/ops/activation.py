@@ -117,6 +117,9 @@ class SwiGLU(Activation):
         cubic = self.cubic
         if not isinstance(cubic, int | float) or not 0 <= cubic <= FLOAT32_MAX:
             raise ValueError(f"SwiGLU: cubic must be finite and not negative, got {cubic!r}")
+        numbers = self.alpha, self.beta, limit, cubic
+        texts = tuple(None if number is None else repr(float(number)) for number in numbers)
+        object.__setattr__(self, "_texts", texts)
 
     @property
     def swiglu(self) -> "SwiGLU | None":
@@ -157,8 +160,15 @@ class SwiGLU(Activation):
 
     @property
     def arguments(self) -> tuple[float, float, float | None, bool, float]:
-        """What ops take: alpha, beta, limit, interleaved, cubic."""
-        return self.alpha, self.beta, self.limit, self.interleaved, self.cubic
+        """What ops take: alpha, beta, limit, interleaved, cubic; constants for Dynamo.
+
+        As :attr:`grouped_linear.Format.epsilon`, of which it says why.
+        """
+        if not torch.compiler.is_compiling():
+            return self.alpha, self.beta, self.limit, self.interleaved, self.cubic
+        alpha, beta, limit, cubic = self._texts  # type: ignore[attr-defined]
+        limit = None if limit is None else float(limit)
+        return float(alpha), float(beta), limit, self.interleaved, float(cubic)
 
 
 PLAIN = SwiGLU()
