@@ -333,13 +333,13 @@ def state_of(model: nn.Module) -> list[Any]:
         (module, type(module), [*module._parameters.items()], [*module._modules.items()])
         for module in model.modules()
     ]
-    configs = [m.config._experts_implementation for m in model.modules() if hasattr(m, "config")]
+    configs = [m.config for m in model.modules() if hasattr(m, "config")]
     conversions = [getattr(m, "_weight_conversions", None) for m in model.modules()]
     learning = [p.requires_grad for p in model.parameters()]
     return [
         [[id(part) for part in one[:2]] + [str(one[3])] for one in modules],
         [[(n, id(p)) for n, p in one[2]] for one in modules],
-        configs,
+        [(id(config), config._experts_implementation) for config in configs],
         conversions,
         learning,
     ]

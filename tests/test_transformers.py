@@ -552,7 +552,9 @@ def test_gate_up_in_fp8_needs_an_activation_of_ours() -> None:
         register("in_fp8")
 
 
-@pytest.mark.parametrize("name", ["grouped_linear_mxfp8", "grouped_mm", "eager"])
+@pytest.mark.parametrize(
+    "name", ["grouped_linear_mxfp8", "grouped_mm", "eager", "deepgemm_megamoe"]
+)
 def test_a_name_stands_for_one_recipe(name: str) -> None:
     register("grouped_linear_mxfp8", MXFP8BlockScaling())
     register("grouped_linear_mxfp8", MXFP8BlockScaling())  # the same again is no change

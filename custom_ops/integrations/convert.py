@@ -45,8 +45,9 @@ def convert(
 
     - **Hugging Face models**: experts that go through transformers' experts interface. The model
       keeps its modules and parameters; an experts implementation of the recipe is registered and
-      chosen, see :func:`grouped_linear.integrations.transformers.register`. PEFT's adapters on
-      experts compute here, too.
+      chosen, see :func:`grouped_linear.integrations.transformers.register`. transformers has the
+      choice in the configuration, so the model gets copies of its configuration objects, and
+      others that share these stay as they were. PEFT's adapters on experts compute here, too.
     - **torchtitan's experts**: a module whose only parameters are w1 and w3 [E, F, H] and w2
       [E, H, F], called as ``(x, num_tokens_per_expert)``; or w1_EFD, w3_EFD and w2_EDF, called as
       ``(x_RD, num_tokens_per_expert_E)``; also torchtitan's w13 [E, F, 2, H] and its GPT-OSS

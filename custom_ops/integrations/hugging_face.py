@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
 import grouped_linear.integrations.transformers  # noqa: F401  (refuses older versions of it)
+from grouped_linear.integrations.configurations import models_around, separate_configs
 from grouped_linear.integrations.converted_class import convert_class, is_converted
 from grouped_linear.integrations.experts_forward import (
     check_activation,
@@ -89,6 +90,8 @@ def convert(
 
     PEFT's adapters on them are grouped.
     """
+    around = models_around(model)
+    separate_configs(model, around, experts.values())
     _choose(model, experts, implementation_of(request))
     if adapted(model) & {*experts.values()}:  # PEFT is imported for such models alone
         from grouped_linear.integrations.peft import group_adapters
@@ -106,7 +109,7 @@ def convert(
             frozen = True
         elif of_module.weights is None:
             check_loads(module)
-    for root in _outermost(model) if frozen else ():
+    for root in (*_outermost(model), *around) if frozen else ():
         describe(root)
 
 
@@ -160,7 +163,7 @@ def _members(before: type[nn.Module]) -> dict[str, Any]:
 
 
 def _outermost(model: nn.Module) -> list[nn.Module]:
-    """transformers' models in a module, or the module itself, without models inside of models."""
+    """transformers' models in a module, which may be one, without models inside of models."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():

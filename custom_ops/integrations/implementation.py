@@ -42,8 +42,8 @@ class Implementation:
     def check(self, op: str) -> None:
         """Raise ValueError if the name stands for something else, or the recipe has a state."""
         check_stateless(op, self.recipe)
-        taken = self.name == "eager" or self.name in ALL_EXPERTS_FUNCTIONS
-        if taken and Implementation.of(self.name) != self:
+        taken = {"eager", *ALL_EXPERTS_FUNCTIONS, *ALL_FP8_EXPERTS_FUNCTIONS}
+        if self.name in taken and Implementation.of(self.name) != self:
             raise ValueError(f"{op}: {self.name!r} names another experts implementation already")
 
     def register(self) -> None:

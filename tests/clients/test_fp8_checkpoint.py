@@ -372,6 +372,20 @@ def test_layers_in_high_precision(folder: Path, in_fp8: list[int], tmp_path: Pat
     assert torch.equal(logits(again), expected)
 
 
+@pytest.mark.parametrize("part", ["model", "model.layers.1.mlp.experts"])
+def test_a_part_that_was_frozen_alone(part: str, tmp_path: Path) -> None:
+    """The whole model's checkpoint says which experts are in FP8."""
+    model = qwen3_of_blocks()
+    convert(model.get_submodule(part), RECIPE, weights="fp8")
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    again = from_pretrained(tmp_path)
+    layers = [type(experts).__name__ for experts in experts_of(again)]
+    assert [name == "FP8Experts" for name in layers] == [part == "model", True]
+    convert(again if part == "model" else again.get_submodule(part), RECIPE)
+    assert torch.equal(logits(again), expected)
+
+
 def test_weights_to_a_sampler(folder: Path) -> None:
     """All tensors of the checkpoint, under its names, as it was loaded and frozen."""
     model, expected = from_pretrained(folder), load_file(folder / "model.safetensors")

@@ -93,6 +93,18 @@ def test_as_peft(name: str, config: str, order: str) -> None:
     assert_close(results(ours), results(theirs), 1e-4)
 
 
+@pytest.mark.parametrize("order", ["convert first", "convert last"])
+def test_a_configuration_of_two_models(order: str) -> None:
+    model = model_of()
+    theirs = peft.get_peft_model(type(model)(model.config), config_of())
+    expected, held = logits(theirs), theirs.config
+    ours = grouped(model, config_of(), Float8BlockScaling(), "fp8", order)
+    assert torch.equal(logits(theirs), expected)
+    assert theirs.config is theirs.get_base_model().config is held
+    assert ours.config is ours.get_base_model().config is not held
+    assert getattr(held, "quantization_config", None) is None
+
+
 @pytest.mark.parametrize("init", [True, False, "gaussian", "eva"])
 def test_initialized_as_by_peft(init: Any) -> None:
     """Of one seed, over weights of any kind; ways that look at a weight know no experts."""
