@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -578,7 +578,73 @@ def check_spread(rank: int, folder: Path) -> None:
     assert seen.read(both["data"].get_group()).loads[0].tokens == (6, 6, 4, 4)
 
 
-CHECKS: Checks = {"reduced": check_reduced, "spread": check_spread}
+class Layer(nn.Module):
+    """torchtitan's experts, and how many rows each has."""
+
+    def __init__(self, E: int) -> None:
+        super().__init__()
+        self.experts = GroupedExperts(E, 32, 16)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        return self.experts(x, counts)
+
+
+def check_sharded(rank: int, folder: Path) -> None:
+    """By FSDP2, before and after watch, whole and beside experts that are spread already."""
+    kind, recipe = device().type, Float8BlockScaling()
+    mesh = init_device_mesh(kind, (2,))
+    counts = {E: torch.tensor([7, 0, 2, *[1] * (E - 3)], device=kind) for E in (3, 4)}
+    for E, wholly in ((3, True), (3, False), (4, True)):  # one process has no second expert of 3
+        found = []
+        for shard_first in (False, True):
+            torch.manual_seed(0)
+            model = Layer(E).to(kind)
+            convert(model, recipe)
+            seen = None if shard_first else watch(model)
+            fully_shard(model if wholly else model.experts, mesh=mesh)
+            seen = seen or watch(model)
+            x = rows(32)[: int(counts[E].sum())].to(kind).requires_grad_()
+            for _ in range(2):  # the second time as an update of weights leaves them
+                model(x, counts[E]).square().sum().backward()
+                torch.optim.SGD(model.parameters(), lr=1e-3).step()
+            found.append(seen.read(dist.group.WORLD))
+        assert str(found[0]) == str(found[1])
+        assert found[0].loads[0].tokens == tuple((4 * counts[E]).tolist())
+
+    both = init_device_mesh(kind, (1, 2), mesh_dim_names=("data", "experts"))
+    spread: Any = Layer(4).to(kind)
+    whole = Layer(4).to(kind)
+    convert(spread, recipe)
+    for name, p in list(spread.experts.named_parameters()):
+        part = distribute_tensor(p.detach(), both["experts"], [Shard(0)])
+        spread.experts.register_parameter(name, nn.Parameter(part))
+    ignored = copy.deepcopy(spread)
+    fully_shard(ignored, mesh=mesh, ignored_params={*ignored.parameters()})
+    for model in (ignored, fully_shard(spread, mesh=both["data"])):
+        seen = watch(model)
+        model(rows(32)[:10].to(kind), torch.tensor([4, 6], device=kind))  # which gathers weights
+        seen.remove()
+        seen = watch(model)
+        model(rows(32)[:10].to(kind), torch.tensor([4, 6], device=kind))
+        with pytest.raises(ValueError, match="are spread over processes of this group"):
+            seen.read(both["experts"].get_group())
+        assert seen.read(both["data"].get_group()).loads[0].tokens == (4, 6)
+
+    part = Layer(4).to(kind)
+    convert(part, recipe)
+    fully_shard(part, mesh=mesh)
+    watch(part.experts)
+    with pytest.raises(ValueError, match="watch: a call has 4 experts on this process, and 2 are"):
+        part(rows(32)[:10].to(kind), torch.tensor([4, 6, 0, 0], device=kind))
+
+    convert(whole, recipe)
+    flat = FullyShardedDataParallel(whole, use_orig_params=True, device_id=device())
+    with pytest.raises(ValueError, match="watch: experts has flat parameters, as FullySharded"):
+        watch(flat)
+    assert all(getattr(module, "watched", None) is None for module in flat.modules())
+
+
+CHECKS: Checks = {"reduced": check_reduced, "spread": check_spread, "sharded": check_sharded}
 
 
 @pytest.mark.parametrize("check", CHECKS)

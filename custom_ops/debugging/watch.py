@@ -4,7 +4,7 @@ E groups (experts), K in_features, N out_features.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grouped_linear.debugging.statistics import READ_COLUMNS, Load, Statistics, statistics_of_layer
-from grouped_linear.integrations.experts import experts_of
+from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.grouped_experts import as_matrices
-from grouped_linear.integrations.wrappers import named_unwrapped
+from grouped_linear.integrations.wrappers import named_unwrapped, sizes_before_fsdp
+from grouped_linear.meta_kernels.rules import ceil_div
 from grouped_linear.meta_kernels.watch import MAXIMA
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.watched import WatchedLayer
@@ -66,17 +67,23 @@ class Watch:
                     f"watch: {name or type(model).__name__} is watched already: read that Watch, "
                     "or call its remove()"
                 )
+        sizes = sizes_before_fsdp(model)
+        spread = {
+            name: _spread(f"watch: {name or type(model).__name__}", e, sizes)
+            for name, e in watched.items()
+        }
+        self._ranks = {name: ranks for name, (_, ranks) in spread.items()}
         self._modules: dict[str, Any] = {name: e.module for name, e in watched.items()}
         _watching.add(self)
-        for module, experts in zip(self._modules.values(), watched.values(), strict=True):
+        for (name, module), experts in zip(self._modules.items(), watched.values(), strict=True):
             if getattr(module, "watched", None) is None:
                 recipes = [experts.recipe]  # those of all its calls
                 for state in module.modules():
                     if isinstance(state, DelayedScalingState):
                         recipes += state.recipes
                 device = next(module.parameters()).device
-                sizes = experts.weights, experts.num_experts
-                module.watched = WatchedLayer(*sizes, device, recipes)
+                E, _ = spread[name]
+                module.watched = WatchedLayer(experts.weights, E, device, recipes)
             module.watched.rows = rows
         self.layers: dict[str, WatchedLayer] = {n: m.watched for n, m in self._modules.items()}
         self._before: dict[str, Tensor] = {}
@@ -148,8 +155,8 @@ class Watch:
 
     def _check_same_experts(self, group: "dist.ProcessGroup") -> None:
         ranks = set(dist.get_process_group_ranks(group))
-        for name, module in self._modules.items():
-            if len(ranks.intersection(_spread_over(module, self.layers[name]))) > 1:
+        for name, of_experts in self._ranks.items():
+            if len(ranks.intersection(of_experts)) > 1:
                 raise ValueError(
                     f"watch: read: experts of {name or 'the model'} are spread over processes of "
                     "this group: give it those that hold the same experts, or no group"
@@ -206,7 +213,7 @@ class Watch:
                 yield None
                 continue
             changed = (now != before.to(now.device)).flatten(1).double().sum(1)
-            yield torch.stack([changed, torch.full_like(changed, now[0].numel())], dim=1)
+            yield torch.stack([changed, torch.full_like(changed, now.shape[1:].numel())], dim=1)
 
 
 def watch(
@@ -222,7 +229,7 @@ def watch(
     The layers get one small kernel an operand, which reads a flag on the device: no host read, no
     graph break, no recompilation, and CUDA graphs obey the flag. While it counts, it reads 4 rows
     of each expert, whatever their number, and others in the next step. Results keep every bit.
-    Watch a model before it is compiled or captured.
+    Watch a model before it is compiled or captured, before or after ``fully_shard``.
 
     Args:
         model: with :class:`GroupedLinear`, :class:`GroupedMLP` or experts that :func:`convert` has
@@ -251,16 +258,34 @@ def watch(
     return Watch(model, every, rows, to)
 
 
-def _spread_over(module: Any, layer: WatchedLayer) -> Sequence[int]:
-    """The processes that have a module's other experts, with this one; empty if there are none."""
+def _spread(
+    where: str, experts: Experts, before_fsdp: Mapping[tuple[nn.Module, str], torch.Size]
+) -> tuple[int, Sequence[int]]:
+    """How many experts a call has on this process, and the processes over which all are spread.
+
+    FSDP2 spreads none: it gathers the weights before a call.
+    """
+    module, name = experts.module, experts.weights[0]
     dispatcher = getattr(module, "dispatcher", None)
     if isinstance(dispatcher, TokenDispatcher):
-        return dispatcher.ranks
-    w = getattr(module, layer.weights[0])
-    if not is_dtensor(w) or layer.num_groups == w.size(0):
-        return ()
-    mesh = w.device_mesh  # FSDP2 puts its dimensions before that of the experts
-    return dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+        return experts.num_experts, dispatcher.ranks
+    w: Any = getattr(module, name, None)
+    E = experts.num_experts
+    if experts.library == "torchtitan" and local_part(w).dim() < 3:
+        raise ValueError(
+            f"{where} has flat parameters, as FullyShardedDataParallel makes them: watch before, "
+            "or shard by fully_shard"
+        )
+    if experts.library != "transformers" and (module, name) in before_fsdp:
+        E = before_fsdp[module, name][0]
+    if not is_dtensor(w):
+        return E, ()
+    mesh, parts, ranks = w.device_mesh, ceil_div(w.size(0), max(E, 1)), []
+    for i in reversed(range(mesh.ndim)):  # FSDP2 puts its dimensions before those of the experts
+        if parts > 1 and w.placements[i].is_shard(0):
+            parts //= mesh.size(i)
+            ranks += dist.get_process_group_ranks(mesh.get_group(i))
+    return E, ranks
 
 
 def _is_writer(to: Any) -> bool:

@@ -31,7 +31,7 @@ class Experts:
     weights: tuple[str, ...]
     """The names of its weights [E, N, K], in the order of their GEMMs."""
     num_experts: int
-    """On this process."""
+    """On this process; of torchtitan's and with another dispatcher those of the shard, if any."""
     input: str
     """The name of the tokens or rows among the arguments of its forward."""
     computed_here: bool
@@ -113,7 +113,7 @@ def _of_torchtitan(module: nn.Module) -> Experts | None:
     form, recipe = made_of[:2] if converted else (form_of(module), None)
     if form is None:
         return None
-    E = local_part(next(module.parameters())).size(0)
+    E = local_part(getattr(module, form.weights[0])).size(0)
     return Experts(
         module,
         "torchtitan",

@@ -3,7 +3,9 @@
 import sys
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -83,6 +85,25 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while (inside := _wrapped(module)) is not None:
         module = inside
     return module
+
+
+def sizes_before_fsdp(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Size]:
+    """The sizes on this process, when FSDP2 has gathered them, of the parameters that it shards.
+
+    A DTensor does not show which dimensions of its mesh FSDP2 gathers: of experts that are spread
+    it looks the same. torch has no public name for this.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes half a second
+    found = {}
+    for module in model.modules():
+        if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            for p in () if group is None else group.fsdp_params:
+                found[p._module_info.module, p._module_info.param_name] = p._orig_size
+    return found
 
 
 def named_unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

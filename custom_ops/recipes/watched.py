@@ -35,6 +35,12 @@ class WatchedOperand(NamedTuple):
         layouts: Layouts,
     ) -> None:
         """Measure x, also how wgrad's columns share scales, or dy."""
+        E = self.counts.forward_stats.size(2)
+        if len(offs_E) != E:  # as of a part of the model that FSDP2 shards as a whole
+            raise ValueError(
+                f"watch: a call has {len(offs_E)} experts on this process, and {E} are counted: "
+                "watch the whole model, when experts are spread and before fully_shard"
+            )
         if layouts.again:  # the forward has measured it
             self.shares(made, format, offs_E)
             return
