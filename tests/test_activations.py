@@ -29,18 +29,16 @@ from grouped_linear import (
 from grouped_linear.ops.activation import GELU_TANH
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import devices, needs_gpu
+from support.devices import DEVICES, needs_gpu
 from support.errors import said
 from support.graphs import STRICT_GRAPHS
 from support.mlp import E, F, H, assert_one_graph, biases_of, exact, near, run, states_of, truth
 from support.mlp import leaves_of as drawn_leaves
-from support.ops import OPS
 from support.pairs import in_turn
 from support.recipes import RECIPES as EVERY_RECIPE
 from support.tensors import BF16, FP16, FP32
 
 T, C = 90, 2
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
 
 

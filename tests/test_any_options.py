@@ -33,13 +33,11 @@ from grouped_linear import (
     SwiGLU,
 )
 from support.compare import assert_same_bits
-from support.devices import devices
+from support.devices import DEVICES
 from support.layers import linear_of
-from support.ops import OPS
 from support.recipes import RECIPES
 from support.tensors import DTYPES
 
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 FEATURES = strategies.sampled_from([16, 48, 128, 144, 272])
 RECIPE = strategies.sampled_from([*RECIPES.values()])
 DTYPE = strategies.sampled_from(DTYPES)

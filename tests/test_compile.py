@@ -30,14 +30,12 @@ from grouped_linear import (
     update_scales,
 )
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import devices
+from support.devices import DEVICES
 from support.layers import linear_of
-from support.ops import OPS
 from support.pairs import in_turn
 from support.recipes import RECIPES as EVERY_RECIPE
 from support.tensors import BF16
 
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 T, E, K, N = 40, 3, 32, 48
 SPLITS = ([10, 20, 10], [0, 40, 0], [0, 0, 0], [1, 2, 3], [40, 0, 0])
 
@@ -296,19 +294,6 @@ def test_recompiles_for_token_counts(name: str, device: str) -> None:
         assert compiles_for_token_counts(mark, recipe, device) == count, mark
 
 
-@pytest.mark.parametrize("name", ["none", "block", "mxfp8"])
-def test_fixed_capacity_compiles_once(name: str) -> None:
-    layer = GroupedLinear(E, K, N, recipe=EVERY_RECIPE[name])
-    compiled, counter = compiles(layer)
-    for tokens in (33, 40, 57, 1, 0, 64):
-        x = torch.randn(64, K)
-        x[tokens:] = torch.nan
-        y = compiled(x, torch.tensor([tokens // 2, 0, tokens - tokens // 2]))
-        assert y[:tokens].isfinite().all()
-        assert not y[tokens:].any()
-    assert counter.frame_count == 1
-
-
 # --- graphs --------------------------------------------------------------------------------------
 
 
@@ -372,7 +357,7 @@ return (grouped_scaled_mm_wgrad, getitem_12, grouped_scaled_mm_1, None)""",
     )
 
 
-@pytest.mark.parametrize("device", devices(*OPS))
+@DEVICES
 def test_inductor_accumulates_in_place(device: str) -> None:
     """An in-place wgrad writes the caller's tensor: no clone before, no copy after."""
     x, dy = torch.randn(T, K, device=device), torch.randn(T, N, device=device)

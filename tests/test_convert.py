@@ -30,15 +30,13 @@ from grouped_linear import (
 )
 from grouped_linear.integrations.conversion import ConvertedExperts
 from support.compare import assert_all_same_bits, assert_same_bits, assert_same_tensors
-from support.devices import devices
+from support.devices import DEVICES
 from support.errors import sentence
 from support.experts import FusedExperts, GroupedExperts, one_by_one
-from support.ops import OPS
 from support.processes import PROCESSES, Checks, Passes
 from support.recipes import MORE_RECIPES
 from support.tensors import BF16, DTYPES, FP32
 
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 T, E, H, F = 50, 4, 32, 48
 
 

@@ -10,13 +10,11 @@ from torch import Tensor
 from benchmarks import demo
 from benchmarks.moe_model import ModelSize
 from grouped_linear import GroupedLinear
-from support.devices import devices
-from support.ops import OPS
+from support.devices import DEVICES
 from support.tensors import BF16, FP32
 
 SIZE = ModelSize(layers=1, width=32, heads=2, context=16, experts=4, chosen=2, expert_width=48)
 TINY = demo.Scale(SIZE, batch=4, steps=6, learning_rate=1e-2, text_bytes=1_000_000)
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 
 
 class Plain(GroupedLinear):

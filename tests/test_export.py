@@ -20,7 +20,7 @@ import grouped_linear
 from grouped_linear import Float8BlockScaling, GroupedMLP
 from support.commands import MINUTES, run
 from support.compare import assert_same_bits
-from support.devices import devices
+from support.devices import DEVICES
 from support.op_info import overload
 from support.ops import OPS
 from support.versions import aoti_reads_dtypes
@@ -76,7 +76,7 @@ def export() -> ModuleType:
 
 @pytest.mark.nightly
 @aoti_reads_dtypes
-@pytest.mark.parametrize("device", devices(*OPS))
+@DEVICES
 @pytest.mark.parametrize("recipe", ["fp8"])
 def test_expert_layer(
     recipe: str,
@@ -110,7 +110,7 @@ def test_expert_layer(
 
 
 @aoti_reads_dtypes
-@pytest.mark.parametrize("device", devices(*OPS))
+@DEVICES
 def test_weights_that_are_kept_quantized(device: str, tmp_path: Path) -> None:
     """A package holds them as they are, and quantizes nothing."""
     sizes = {"num_experts": 4, "hidden_size": 64, "intermediate_size": 128, "device": device}

@@ -27,9 +27,10 @@ from grouped_linear import (
     ops,
 )
 from grouped_linear.recipes import Layouts, Operands
+from support import reference
 from support.compare import assert_same_bits
 from support.formats import composed, with_function
-from support.layers import linear_of
+from support.layers import call_of, linear_of
 from support.pairs import in_turn
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -87,13 +88,6 @@ def gradients(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> dict[str, 
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def dequantized(q_ENK: Tensor, scale: Tensor) -> Tensor:
-    """The float64 numbers of a weight in 128x128 blocks."""
-    _, N, K = q_ENK.shape
-    scales = scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
-    return q_ENK.double() * scales[:, :N, :K]
-
-
 @pytest.mark.parametrize("save_input", [False, True])
 @pytest.mark.parametrize("single", [True, False])
 def test_layer_is_what_the_recipe_says(single: bool, save_input: bool) -> None:
@@ -113,7 +107,7 @@ def test_layer_is_what_the_recipe_says(single: bool, save_input: bool) -> None:
     assert q is not None
     assert scale is not None
     x_of_fprop = ops.group_dequantize(q, scale, offs_E, torch.float32).double()
-    w_of_fprop = dequantized(*ops.quantize_weight(w.detach(), columnwise=False)[:2])
+    w_of_fprop = reference.dequantize_weight(*ops.quantize_weight(w.detach(), columnwise=False)[:2])
     expected: dict[str, Tensor] = {
         "y": torch.zeros(T, N, dtype=torch.float64),
         "x": torch.zeros(T, K, dtype=torch.float64),
@@ -194,7 +188,7 @@ def test_the_default_is_no_recipe(compiled: bool) -> None:
     for recipe in (None, Recipe()):
         torch.manual_seed(1)
         layer, x, dy = layer_of(recipe), rows(T, K).requires_grad_(), rows(T, N)
-        call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+        call = call_of(layer, compiled)
         y = call(x, torch.tensor(SPLITS))
         results.append({"y": y, **gradients(layer, x, y, dy)})
     for name, t in results[0].items():
@@ -533,9 +527,6 @@ def test_two_recipes_of_one_name() -> None:
 
 
 def test_a_state_for_delayed_formats() -> None:
-    w, m_splits = layer_of(None).weight, torch.tensor(SPLITS)
-    with pytest.raises(ValueError, match="DelayedScaling has a state: pass state, or use Grouped"):
-        grouped_linear(rows(T, K), w, m_splits, recipe=DelayedScaling())
     delayed = DelayedScaling()
     own = Recipe(delayed.input, delayed.weight, delayed.grad_output)
     with pytest.raises(ValueError, match="only the recipe DelayedScaling says how the scales"):

@@ -24,10 +24,9 @@ from grouped_linear import (
     convert,
 )
 from support.compare import assert_same_bits, assert_same_tensors
-from support.devices import devices
+from support.devices import DEVICES
 from support.errors import sentence
 from support.hugging_face import tiny
-from support.ops import OPS
 from support.tensors import BF16
 from support.versions import skipping_for_old_transformers
 
@@ -41,7 +40,6 @@ E, F, H = 3, 256, 144
 PREFIX = {"mixtral": "block_sparse_moe.experts.{}.", "qwen3_moe": "mlp.experts.{}."}
 NAMES = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
 E4M3 = torch.float8_e4m3fn
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 WEIGHTS = pytest.mark.parametrize("weights", ["both", "fp8"])
 FAMILY = pytest.mark.parametrize("family", PREFIX)
 

@@ -49,17 +49,15 @@ from grouped_linear.quantized import with_master
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Layouts, Operands, refresh_weight_
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import devices, needs_gpu
+from support.devices import DEVICES, needs_gpu
 from support.errors import sentence
 from support.fresh import assert_fresh, rounded
-from support.ops import OPS
 from support.pairs import pairwise
 
 E, N, K = 3, 144, 272
 aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
 RECIPES = {"block": Float8BlockScaling(), "current": Float8CurrentScaling()}
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 DTYPES = {"bf16": BF16, "fp32": FP32, "fp16": torch.float16}
 
 

@@ -25,14 +25,12 @@ from grouped_linear import (
     Recipe,
 )
 from support.compare import assert_same_bits, assert_same_tensors
-from support.devices import devices
+from support.devices import DEVICES
 from support.errors import sentence
 from support.experts import Expert
-from support.ops import OPS
 from support.processes import PROCESSES, Checks, Passes
 from support.tensors import BF16, DTYPES, FP32
 
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 E, H, F = 4, 32, 48
 COUNTS = [16, 0, 32, 2]
 PROJ = "gate_proj", "up_proj", "down_proj"

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from grouped_linear import Float8BlockScaling, GeGLU, GroupedLinear, GroupedMLP, Lora, ops, te
 from grouped_linear.nn.router import router_logits
-from support.devices import devices
-from support.ops import OPS
+from support.devices import DEVICES
 from support.pairs import pairwise
 from support.recipes import RECIPES
 from support.tensors import FP32, lay_out
@@ -95,7 +94,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("device", devices(*OPS))
+@DEVICES
 @pytest.mark.parametrize(("make", "compiled"), pairwise(LAYERS, {"eager": False, "compiled": True}))
 def test_gradients_of_any_strides(
     make: Callable[[], nn.Module], compiled: bool, device: str

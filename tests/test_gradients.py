@@ -25,17 +25,15 @@ from torch.utils.checkpoint import (
 from grouped_linear import GroupedLinear, GroupedMLP, Recipe, grouped_linear, ops
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import devices
+from support.devices import DEVICES
 from support.errors import sentence
-from support.layers import linear_of
-from support.ops import OPS
+from support.layers import call_of, linear_of
 from support.pairs import in_turn, pairwise
 from support.recipes import MORE_RECIPES, RECIPES, state_for
 from support.saved import saved_tensors
 from support.tensors import BF16, FP16, FP32
 
 T, E, K, N = 40, 3, 32, 48
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 WAYS = {"eager": False, "compiled": True}
 ONE_OR_APART = {"one": True, "apart": False}
@@ -72,10 +70,6 @@ def inputs(device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(T, K, generator=generator).to(device).requires_grad_()
     return x, torch.tensor([10, 0, 25], device=device)
-
-
-def call_of(layer: nn.Module, compiled: bool) -> Any:
-    return torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
 
 
 def weights_of(layer: nn.Module) -> list[Any]:

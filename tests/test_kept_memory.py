@@ -26,7 +26,7 @@ from grouped_linear import (
 from grouped_linear.meta_kernels.rules import ceil_div
 from support.compare import assert_all_same_bits
 from support.devices import devices
-from support.layers import linear_of
+from support.layers import call_of, linear_of
 from support.pairs import pairwise
 from support.saved import saved_tensors
 
@@ -77,7 +77,7 @@ def test_rows_of_gate_up_alone(
     recipe: Recipe | None, options: dict[str, Any], compiled: bool, device: str
 ) -> None:
     layer = GroupedMLP(E, H, F, recipe=recipe, dtype=torch.bfloat16, device=device, **options)
-    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    call = call_of(layer, compiled)
     x = torch.randn(T, H, dtype=torch.bfloat16, device=device, requires_grad=True)
     scores = torch.rand(T, C, device=device, requires_grad=True)
     chosen = torch.stack([torch.randperm(E)[:C] for _ in range(T)]).to(device)
@@ -101,7 +101,7 @@ def test_a_linear_layer_with_wgrad_in_bf16_keeps_x_itself(
     recipe = Float8BlockScaling(wgrad=torch.bfloat16)
     options = {"recipe": recipe, "cache_weights": cached, "dtype": torch.bfloat16}
     layer = GroupedLinear(E, H, F, False, device=device, **options)
-    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    call = call_of(layer, compiled)
     x = torch.randn(T, H, dtype=torch.bfloat16, device=device, requires_grad=True)
     m_splits = torch.tensor([40, 0, 30, 20], device=device)
     first = True if cached else None
@@ -140,7 +140,7 @@ def test_nothing_of_weights(kind: str, recipe: Recipe, compiled: bool, device: s
     results, kept = [], []
     for one in (recipe, type(recipe)()):
         layer = layer_of(one)
-        call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        call = call_of(layer, compiled)
         known = [*inputs, *layer.parameters()]
         outputs: list[Tensor] = []
         saved = saved_by(lambda: outputs.append(call(*inputs)), *known)  # noqa: B023

@@ -24,15 +24,13 @@ from grouped_linear import (
 from support import reference
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits, bits, tail_is_zero, within
-from support.devices import devices
+from support.devices import DEVICES
 from support.groups import GROUPS, Groups
-from support.ops import OPS
 from support.recipes import MORE_RECIPES, scheme_of, state_for
 from support.saved import saved_tensors
 from support.tensors import BF16, DTYPES, FP16, FP32, rows, weight
 from support.tolerances import rounded, tolerance
 
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
 SMALL = Groups((3, 0, 130, 7), 147, K=144, N=80)  # an empty group, and a tail of 7 rows
 

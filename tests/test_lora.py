@@ -37,16 +37,14 @@ from grouped_linear.quantized.frozen import dequantize_blocks
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support import reference
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import devices, needs_gpu
+from support.devices import DEVICES, needs_gpu
 from support.errors import said
 from support.layers import with_numbers_in_adapters
 from support.mlp import E, F, H, near, run, truth
-from support.ops import OPS
 from support.recipes import MORE_RECIPES, RECIPES, scheme_of
 from support.saved import saved_tensors
 from support.tensors import BF16, DTYPES, FP16, FP32
 
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 STATELESS = {name: recipe for name, recipe in MORE_RECIPES.items() if name != "delayed"}
 SCALING = 0.5
 KINDS: dict[str, tuple[Activation, bool]] = {
@@ -480,21 +478,6 @@ def test_dropout_of_routed_rows(max_rows: int | None, device: str) -> None:
 
 
 @DEVICES
-def test_learning_base(device: str) -> None:
-    """A base that is made to learn again has the gradient of a plain layer."""
-    mlp = GroupedMLP(E, H, F, lora=Lora(8), device=device)
-    mlp.requires_grad_(True)
-    plain = GroupedMLP(E, H, F, device=device)
-    plain.load_state_dict(mlp.state_dict(), strict=False)
-    x, chosen = torch.randn(50, H, device=device), torch.rand(50, E, device=device).topk(2)
-    for layer in (mlp, plain):
-        layer(x, *chosen).square().sum().backward()
-    for name, p in plain.named_parameters():
-        assert p.grad is not None
-        torch.testing.assert_close(mlp.get_parameter(name).grad, p.grad, rtol=1e-4, atol=1e-4)
-
-
-@DEVICES
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
 def test_rows_of_no_expert(recipe: Recipe | None, device: str) -> None:
     """They may hold NaN: outputs are zero there, gradients of everything are finite."""
@@ -635,15 +618,6 @@ def test_scaling() -> None:
     assert Lora(16, 32).scaling == 2
     assert Lora(16, 32, rslora=True).scaling == 8
     assert Lora(16).scaling == 1
-
-
-def test_starts_as_the_base() -> None:
-    """B is zero: outputs are the plain layer's, to the bit, in FP8."""
-    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), lora=Lora(8), dtype=BF16)
-    plain = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), dtype=BF16)
-    plain.load_state_dict(mlp.state_dict(), strict=False)
-    x, chosen = torch.randn(90, H, dtype=BF16), torch.rand(90, E).topk(2)
-    assert_same_bits(mlp(x, *chosen), plain(x, *chosen))
 
 
 def test_one_projection() -> None:

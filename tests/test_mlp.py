@@ -31,14 +31,13 @@ from grouped_linear.recipes import recipe_of_wgrad
 from support import reference
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import devices, needs_gpu
+from support.devices import DEVICES, needs_gpu
 from support.errors import said
 from support.formats import composed
 from support.graphs import STRICT_GRAPHS
 from support.mlp import E, F, H, assert_one_graph, biases_of, exact, near, run, states_of
 from support.mlp import leaves_of as drawn_leaves
 from support.mlp import truth as true_mlp
-from support.ops import OPS
 from support.pairs import in_turn, pairwise
 from support.recipes import MORE_RECIPES
 from support.recipes import RECIPES as SIMPLE_RECIPES
@@ -46,7 +45,6 @@ from support.saved import saved_tensors
 from support.swiglu import Swiglu
 from support.tensors import BF16, DTYPES, FP16, FP32
 
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
 # The experts of each token: some without tokens, and choices of none (-1 and past E).
 ROUTINGS = {

@@ -26,19 +26,17 @@ from grouped_linear import (
 from grouped_linear.ops.activation import Activation
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import devices, needs_gpu
+from support.devices import DEVICES, needs_gpu
 from support.errors import said
 from support.graphs import STRICT_GRAPHS
 from support.mlp import E, F, H, biases_of, run, states_of
 from support.mlp import leaves_of as drawn_leaves
-from support.ops import OPS
 from support.recipes import MORE_RECIPES
 from support.saved import saved_tensors
 from support.tensors import BF16, DTYPES, FP32
 
 R = 150
 SPLITS = [40, 0, 31, 1, 60]  # 18 rows belong to no expert
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
 KINDS: dict[str, tuple[Activation, bool]] = {
     "plain": (SwiGLU(), False),

@@ -16,9 +16,8 @@ from torch._inductor.utils import run_and_get_code
 
 from grouped_linear import GroupedMLP, Recipe
 from support.compare import assert_same_bits
-from support.devices import devices, needs_gpu
+from support.devices import DEVICES, needs_gpu
 from support.errors import sentence
-from support.ops import OPS
 from support.pairs import in_turn, pairwise
 from support.recipes import MORE_RECIPES, RECIPES
 from support.tensors import BF16, DTYPES, FP32
@@ -42,7 +41,6 @@ from support.training import (
 )
 
 H, F = K, 48
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 TRAINED = RECIPES | {"block_bf16_wgrad": MORE_RECIPES["block_bf16_wgrad"]}
 EVERY_RECIPE = pytest.mark.parametrize("recipe", TRAINED.values(), ids=TRAINED)
 OURS = ("cached", "cached_flag", "fused", "fused_bf16", "cached_fused", "cached_fused_flag")

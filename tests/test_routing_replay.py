@@ -30,17 +30,15 @@ from grouped_linear import (
     replay_routing,
 )
 from support.compare import assert_same_tensors
-from support.devices import devices, needs_gpu
+from support.devices import DEVICES, needs_gpu
 from support.errors import sentence
 from support.hugging_face import FAMILIES, AnyConfig, model_of, tiny, tokens
-from support.ops import OPS
 from support.tensors import BF16
 from support.versions import skipping_for_old_transformers
 
 with skipping_for_old_transformers():
     import grouped_linear.integrations.transformers  # noqa: F401
 
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 B, S, C, E = 2, 7, 2, 5
 

@@ -35,10 +35,9 @@ from grouped_linear import (
     te,
 )
 from support.compare import assert_same_bits, bits
-from support.devices import devices, needs_gpu
+from support.devices import DEVICES, needs_gpu
 from support.errors import sentence
 from support.experts import GroupedExperts
-from support.ops import OPS
 from support.tensors import BF16, DTYPES
 from support.versions import skipping_for_old_transformers
 
@@ -50,7 +49,6 @@ needs_bf16_units = pytest.mark.skipif(
 )
 ON_CPU = pytest.param("cpu", marks=needs_bf16_units)
 WHERE_IT_HOLDS = pytest.mark.parametrize("device", [ON_CPU, pytest.param("cuda", marks=needs_gpu)])
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 
 IN_BLOCKS = [
     Float8BlockScaling(),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from grouped_linear import GroupedLinear, Recipe, te
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.layers import linear_of, through_pickle, through_torch_save
+from support.layers import call_of, linear_of, through_pickle, through_torch_save
 from support.pairs import in_turn
 from support.recipes import RECIPES as EVERY_RECIPE
 from support.tensors import BF16
@@ -210,7 +210,7 @@ def test_a_buffer_of_somebody_else_is_read_where_it_is(
 ) -> None:
     """As distributed optimizers keep parameters: backwards in one buffer that they write."""
     layer, one = apart(recipe=recipe), make_layer(single_grouped_weight=True, recipe=recipe)
-    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    call = call_of(layer, compiled)
     x = torch.linspace(-1, 1, 7 * 16).view(7, 16)
     call(x, [3, 0, 4])  # traced while they were side by side
     flat = torch.randn(3, 32, 16)

@@ -14,9 +14,8 @@ import torch
 
 from grouped_linear import GroupedLinear, Recipe
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import devices, needs_gpu
+from support.devices import DEVICES, needs_gpu
 from support.layers import linear_of, through_pickle, through_torch_save
-from support.ops import OPS
 from support.pairs import pairwise
 from support.recipes import MORE_RECIPES, RECIPES
 from support.tensors import BF16, DTYPES, FP32
@@ -45,7 +44,6 @@ from support.training import (
     refused,
 )
 
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 

@@ -40,10 +40,9 @@ from grouped_linear.quantized.frozen import dequantize_blocks
 from support import reference
 from support.calls import Calls
 from support.commands import run
-from support.devices import devices
+from support.devices import DEVICES
 from support.documents import models
 from support.hugging_face import FAMILIES, AnyConfig, model_of, tiny, tokens
-from support.ops import OPS
 from support.processes import PROCESSES, Checks, Passes
 from support.saved import saved_tensors
 from support.tensors import BF16, FP32
@@ -58,7 +57,6 @@ with skipping_for_old_transformers():
 NAMES = {"grouped_linear": None, "grouped_linear_fp8": Float8BlockScaling()}
 NOT_IN_FP8 = "gpt_oss", "aria"  # biases, transposed weights
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -505,22 +505,10 @@ def test_nothing_to_watch_and_wrong_options() -> None:
 
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()])
 def test_hugging_face(recipe: Recipe | None) -> None:
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
-    from grouped_linear import convert
+    pytest.importorskip("transformers", reason="needs transformers")
+    from support.hugging_face import tiny
 
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        mlp_only_layers=[],
-    )
-    model = transformers.Qwen3MoeForCausalLM(config)
+    model = tiny("qwen3_moe", num_hidden_layers=2)
     convert(model, recipe)
     seen = watch(model)
     tokens = torch.arange(20).view(2, 10)

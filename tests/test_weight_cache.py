@@ -21,16 +21,14 @@ from grouped_linear import GroupedLinear, GroupedMLP, Recipe, update_scales
 from grouped_linear.quantized.weight_cache import WeightCache
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits, assert_shows_cold
-from support.devices import devices
+from support.devices import DEVICES
 from support.errors import sentence
-from support.layers import through_pickle
-from support.ops import OPS
+from support.layers import call_of, through_pickle
 from support.pairs import in_turn, pairwise
 from support.recipes import RECIPES
 from support.training import E, K, N, Routed, T
 
 QUANTIZING = {name: recipe for name, recipe in RECIPES.items() if recipe is not None}
-DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 EVERY_RECIPE = pytest.mark.parametrize("recipe", QUANTIZING.values(), ids=QUANTIZING)
 COMPILING = {"eager": False, "compiled": True}
 COMPILED = pytest.mark.parametrize("compiled", COMPILING.values(), ids=COMPILING)
@@ -76,10 +74,6 @@ def weights_of(layer: Any) -> dict[str, nn.Parameter]:
 def kept(layer: Any) -> list[Tensor]:
     weights = (cache.quantized_weight() for cache in caches_of(layer))
     return [t for weight in weights for t in weight if t is not None]
-
-
-def call_of(layer: Any, compiled: bool) -> Any:
-    return torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
 
 
 def inputs(device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -23,3 +23,7 @@ def devices(*ops: str) -> list[Any]:
     """The devices that all of these ops run on, for parametrize."""
     cpu, cuda = pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=needs_gpu)
     return [cpu, cuda] if CUDA_OPS.issuperset(ops) else [cpu]
+
+
+#: A test of layers: for each device that all ops run on.
+DEVICES = pytest.mark.parametrize("device", devices(*PAGES))

@@ -26,6 +26,11 @@ def linear_of(
     return te.GroupedLinear(*sizes, bias=bias, **(single | options))
 
 
+def call_of(layer: Any, compiled: bool) -> Any:
+    """The layer itself, or compiled in one graph."""
+    return torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+
+
 def with_numbers_in_adapters(layer: Any, std: float = 1.0) -> Any:
     """The layer, whose adapters add something: B is zero at first."""
     for name, p in layer.named_parameters():
