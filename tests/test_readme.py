@@ -50,9 +50,13 @@ def test_figures_of_the_readme_are_those_that_are_printed() -> None:
     performance = (ROOT / "docs" / "performance.md").read_text()
     assert front_page.table(gpu) in README
     assert front_page.whole_table(front_page.steps(gpu)) in performance
-    runs = convergence_report.runs_of(convergence_report.recorded(LOSSES))
     page = (ROOT / "docs" / "convergence.md").read_text()
+    recorded = convergence_report.recorded(LOSSES)
+    runs = convergence_report.runs_of([row for row in recorded if row.tokens == 100_000_000])
     assert timing.markdown(convergence_report.table(runs)) in page
+    gradients = (timing.RESULTS / "gradient_error_20M_nvidia_h200.md").read_text()
+    of_modes = gradients[gradients.index("|") :].split("\n\n")[0]
+    assert of_modes in page
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.stem)
