@@ -572,6 +572,56 @@ def test_tensors_that_are_no_parameters_are_saved_as_plain_ones(name: str) -> No
         assert_same_bits(loaded, t.detach().clone().dequantize())
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_view_has_its_numbers_or_none(name: str) -> None:
+    """Of FP8: those of whole experts. All else is that of a plain view."""
+    plain = torch.randn(4, N, K, dtype=BF16)[1:]
+    w = GroupedTensorWithMaster.quantize(plain, RECIPES[name])
+    for view in (w, w.detach(), w.data, w[1], w[1:], w[1:][1], w[1][None], w.view(E, N, K)):
+        q, scale, q_t = view.quantized_weight()
+        assert q.shape == view.shape
+        assert_same_bits(q_t, q.mT)
+        twin = GroupedTensorWithMaster.quantize(view.dequantize().view(-1, N, K), RECIPES[name])
+        assert_all_same_bits((q, scale), (twin.q.view_as(q), twin.scale.view_as(scale)))
+        assert view.nbytes == sum(t.nbytes for t in (view.numbers, q, scale, q_t))
+        assert view.element_size() == 4
+    views: list[Callable[[Any], Any]] = [
+        lambda t: t.mT,
+        lambda t: t[:, :128],
+        lambda t: t[1, :128],
+        lambda t: t[1, 3],
+        lambda t: t.flatten(),
+        lambda t: t.view(E, K, N),
+        lambda t: t[:0],
+        lambda t: t[:1].expand(E, N, K),
+        lambda t: t.view(torch.int16),
+        lambda t: t.view(torch.uint8),
+        lambda t: t.as_strided(t.shape, t.stride(), 0),  # begins before it
+        lambda t: t.data.mT.detach(),
+    ]
+    for make in views:
+        view, expected = make(w), make(plain)
+        assert sentence(view.quantized_weight) == (
+            f"GroupedTensorWithMaster: a view {list(view.shape)} of experts "
+            f"{list(view.master.shape)} has no FP8 numbers: take those of the weight, or of a view "
+            "of whole experts"
+        )
+        assert (view.nbytes, view.element_size()) == (expected.nbytes, expected.element_size())
+        for own in (view.dequantize(), view.clone(), copy.deepcopy(view), through_file(view)):
+            assert_same_bits(getattr(own, "numbers", own), expected)
+        assert view.tolist() == expected.tolist()
+        assert type(torch.empty_like(view)) is Tensor
+
+
+def test_a_parameter_that_is_a_view_is_saved_as_one() -> None:
+    """As of a layer whose features were pruned: a plain parameter, which learns."""
+    p = nn.Parameter(kept("both", RECIPES["block"]).weight.detach()[:, :128])
+    loaded = pickle.loads(pickle.dumps(p))
+    assert type(loaded) is nn.Parameter
+    assert loaded.requires_grad
+    assert_same_bits(loaded.detach(), p.detach().dequantize())
+
+
 def load_from(assign: bool) -> Callable[[Any, Any], Any]:
     return lambda to, source: to.load_state_dict(source.state_dict(), assign=assign)
 

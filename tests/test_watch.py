@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from grouped_linear import (
     Float8BlockScaling,
+    Float8CurrentScaling,
     GroupedLinear,
     GroupedMLP,
     Recipe,
@@ -39,6 +40,7 @@ from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.experts import GroupedExperts
 from support.formats import composed
+from support.hugging_face import model_of, tokens
 from support.op_info import Sample
 from support.ops import PAGES
 from support.pairs import pairwise
@@ -294,6 +296,23 @@ def test_bits_flag_and_compiled_graphs(name: str, kind: str, where: str) -> None
         for actual, one in zip(step(layer, x, *arguments, of=compiled), plain, strict=True):
             torch.testing.assert_close(actual, one, rtol=2e-2, atol=2e-2)
     assert torch.equal(seen.read(), counted)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), Float8CurrentScaling()], ids=str)
+def test_weights_that_are_kept_transposed(recipe: Recipe, compiled: bool) -> None:
+    """As [E, K, N], which GPT-OSS has: those that each call quantizes."""
+    model, ids = model_of("gpt_oss", "cpu"), tokens("cpu", 3, 7)
+    read = []
+    for weights in (None, "both"):
+        one: Any = copy.deepcopy(model)
+        convert(one, recipe, weights=weights)  # type: ignore[arg-type]
+        seen = watch(one, rows=None)
+        call = torch.compile(one, backend="aot_eager") if compiled else one
+        call(ids).logits.square().mean().backward()
+        read.append([row[1:-1] for row in seen.read().operands if row.role == "weight"])
+    assert read[0] == read[1]
+    assert len(read[0]) == 2
 
 
 @pytest.mark.parametrize("where", DEVICES)
@@ -632,7 +651,28 @@ def check_sharded(rank: int, folder: Path) -> None:
     assert all(getattr(module, "watched", None) is None for module in flat.modules())
 
 
-CHECKS: Checks = {"reduced": check_reduced, "spread": check_spread, "sharded": check_sharded}
+def check_transposed(rank: int, folder: Path) -> None:
+    """Weights stored as [E, K, N] that FSDP2 gathers in FP8: what their numbers tell."""
+    torch.manual_seed(0)
+    model: Any = model_of("gpt_oss", device().type)
+    ids = tokens(device().type, 3, 7)
+    convert(model, Float8BlockScaling(), weights="both")
+    experts = model.model.layers[0].mlp.experts
+    largest = [experts.get_parameter(n).abs().max().item() for n in ("gate_up_proj", "down_proj")]
+    mesh = init_device_mesh(device().type, (2, 1), mesh_dim_names=("others", "alone"))
+    seen = watch(fully_shard(model, mesh=mesh["alone"]), rows=None)
+    model(ids).logits.sum().backward()
+    amax = [row.amax for row in seen.read().operands if row.role == "weight"]
+    for actual, expected in zip(amax, largest, strict=True):
+        assert abs(actual - expected) < 2.0**-4 * expected
+
+
+CHECKS: Checks = {
+    "reduced": check_reduced,
+    "spread": check_spread,
+    "sharded": check_sharded,
+    "transposed": check_transposed,
+}
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -368,5 +368,5 @@ def _parts(experts: Any, name: str) -> tuple[Tensor, Tensor]:
         q, scale, _ = kept_weight("fp8_tensors", experts, name)
         assert scale is not None
         return q, scale
-    w = getattr(experts, name).detach()
-    return w.q, w.scale
+    q, scale, _ = getattr(experts, name).detach().quantized_weight()
+    return q, scale

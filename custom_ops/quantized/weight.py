@@ -86,7 +86,7 @@ def stored_weight(op: str, w: Any, recipe: Recipe) -> QuantizedWeight | None:
     if isinstance(w, GroupedTensorWithMaster):
         # A view, as of a weight that is stored transposed, has no parts of its own.
         same = recipe.weight.compared == w.format_options
-        return w.quantized_weight() if same and w.is_whole else None
+        return w.parts_if_whole() if same else None
     if not recipe.weight.reads_scales_of(w.scaling):
         name, got = type(w.recipe).__name__, None if recipe is UNQUANTIZED else recipe
         raise ValueError(f"{op}: a quantized weight needs the recipe {name}, got {got!r}")

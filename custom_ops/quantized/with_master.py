@@ -53,6 +53,10 @@ class GroupedTensorWithMaster(Tensor):
 
     Make one with :meth:`quantize`, or by the option ``weights="both"`` of a layer.
 
+    A view of whole experts has the master and the FP8 numbers of these. Any other view, as a slice
+    of features or a transposed one, has no FP8 numbers: its ``master``, q, q_t and scale are those
+    of all experts that it lies in, which a write to it quantizes.
+
     Attributes:
         master: [E, N, K] bfloat16, float16 or float32, contiguous; or [N, K] of one expert. Read
             it; write the tensor.
@@ -196,18 +200,31 @@ class GroupedTensorWithMaster(Tensor):
         return self.recipe.weight.compared
 
     def quantized_weight(self) -> QuantizedWeight:
-        """The parts that a layer's GEMMs read.
+        """The parts that a layer's GEMMs read. RuntimeError for a view that is no whole experts."""
+        whole = self.parts_if_whole()
+        if whole is None:
+            raise RuntimeError(
+                f"GroupedTensorWithMaster: a view {list(self.shape)} of experts "
+                f"{list(self.master.shape)} has no FP8 numbers: take those of the weight, or of a "
+                "view of whole experts"
+            )
+        return whole
+
+    def parts_if_whole(self) -> QuantizedWeight | None:
+        """The same, or None.
 
         A method, because Dynamo makes constants of the properties of a tensor that is made in a
         graph, as the local part of a DTensor (torch 2.13).
         """
-        return self.parts
+        return self.parts if self.is_whole else None
 
     @property
     def is_whole(self) -> bool:
         """Whether this is all of ``master``, and not a view of another shape, dtype or part."""
-        alike = self.shape == self.master.shape and self.dtype == self.master.dtype
-        return alike and self.is_contiguous()
+        master = self.master
+        alike = self.shape == master.shape and self.dtype == master.dtype
+        begins = self.storage_offset() == master.storage_offset()  # not so: by as_strided
+        return alike and begins and self.is_contiguous()
 
     @property
     def is_traced_part(self) -> bool:
@@ -281,12 +298,13 @@ class GroupedTensorWithMaster(Tensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """The bytes that are held: those of the master, q, scale and q_t."""
-        held = (self.master, *self.parts)
+        held = (self.master, *self.parts) if self.is_whole else (self.numbers,)
         return sum(part.nbytes for part in held if part is not None)
 
     def element_size(self) -> int:
         """The bytes that are held of an element, besides scales."""
-        return self.master.element_size() + (1 if self.q_t is None else 2)
+        of_parts = (1 if self.q_t is None else 2) if self.is_whole else 0
+        return self.numbers.element_size() + of_parts
 
     def numpy(self, *, force: bool = False) -> Any:
         """A copy of the high-precision numbers: nothing shows what is written to an array."""
@@ -351,7 +369,10 @@ class GroupedTensorWithMaster(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if not (isinstance(self, nn.Parameter) and self.is_whole):
-            return self.numbers.detach().__reduce_ex__(protocol)
+            plain = self.numbers.detach()
+            if isinstance(self, nn.Parameter):
+                plain = nn.Parameter(plain, self.requires_grad)
+            return plain.__reduce_ex__(protocol)
         state = {
             "master": self.master,  # q, scale and q_t are made again from it: half the file
             "columnwise": self.q_t is not None,
@@ -387,7 +408,8 @@ class GroupedTensorWithMaster(Tensor):
                 f"got {outer_size[0]} for {mesh.size()} processes"
             )
         quantized = self if numbers is self.numbers else self.of(numbers, False)
-        q, scale = quantized.q, quantized.scale
+        q, scale, _ = quantized.quantized_weight()
+        assert scale is not None
         return ((q,), scale) if mesh.size() == 1 else ((q, scale), None)
 
     def fsdp_post_all_gather(

@@ -75,9 +75,9 @@ class WatchedOperand(NamedTuple):
     def weight(self, weights: WeightList, made: Operands, format: Format) -> None:
         """Measure the weight: of one in FP8 alone, and of E tensors, what q tells."""
         first: Any = weights[0]
-        w: Tensor | None = getattr(first, "master", None if hasattr(first, "q") else first)
-        if w is not None and (w.dim() == 2 or w.dtype not in ACTIVATIONS):
-            w = None
+        w: Tensor | None = getattr(first, "numbers", None if hasattr(first, "q") else first)
+        if w is not None and (w.dim() == 2 or w.dtype not in ACTIVATIONS or not any(w.stride())):
+            w = None  # without strides it has no memory and stands for one that FSDP2 gathered
         q, scale = _quantized(made, format)
         if w is not None or q is not None:
             self._measure(self.counts.forward_stats, 2 * self.number + 1, w, q, scale)
