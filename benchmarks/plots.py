@@ -1,6 +1,7 @@
 """Pictures of benchmarks/results/ and of the README: their bars, and names that readers know."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -122,3 +123,20 @@ def fit_numbers(figure: Figure) -> None:
             text.set_fontsize(size)
         if not collide(figure):
             return
+
+
+def losses_beside_the_first(curves: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
+    """Losses of each step above, and below how far they are from those of the first curve."""
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    baseline, first = next(iter(curves.items()))
+    steps = range(1, len(first) + 1)
+    for i, (name, curve) in enumerate(curves.items()):
+        above.plot(steps, curve, label=name, linewidth=4 - i, color=f"C{i}")
+        percent = [100 * (a / b - 1) for a, b in zip(curve, first, strict=True)]
+        below.plot(steps, percent, color=f"C{i}")
+    above.set_ylabel("loss")
+    above.set_title(title, fontsize=10)
+    above.legend(frameon=False)
+    below.set(ylabel=f"above {baseline}, %", xlabel="step")
+    figure.savefig(path, dpi=120)

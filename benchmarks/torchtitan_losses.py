@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import timing
+from benchmarks.plots import losses_beside_the_first
 from grouped_linear import Float8BlockScaling, MXFP8BlockScaling
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -31,30 +32,6 @@ MODELS: dict[str, dict[str, Any] | None] = {
     "grouped_linear, Float8BlockScaling": {"recipe": Float8BlockScaling()},
     "grouped_linear, MXFP8BlockScaling": {"recipe": MXFP8BlockScaling()},
 }
-
-
-def plot(curves: dict[str, list[float]], title: str, path: Path) -> None:
-    """Losses above, and below how far they are from those of torchtitan's experts."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1), constrained_layout=True
-    )
-    first = next(iter(curves.values()))
-    steps = range(1, len(first) + 1)
-    for i, (name, curve) in enumerate(curves.items()):
-        above.plot(steps, curve, label=name, linewidth=4 - i, color=f"C{i}")
-        percent = [100 * (a / b - 1) for a, b in zip(curve, first, strict=True)]
-        below.plot(steps, percent, color=f"C{i}")
-    above.set_ylabel("loss")
-    above.set_title(title, fontsize=10)
-    above.legend()
-    below.set_ylabel("from torchtitan's, %")
-    below.set_xlabel("step")
-    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -103,7 +80,8 @@ def report(curves: dict[str, list[float]], layers: int, device: torch.device, wr
     if write:
         path = timing.RESULTS / f"torchtitan_losses_{timing.slug(device)}"
         path.with_suffix(".json").write_text(json.dumps(curves) + "\n")
-        plot(curves, f"{sizes}\n{timing.machine(device)[0]}", path.with_suffix(".png"))
+        title = f"{sizes}\n{timing.machine(device)[0]}"
+        losses_beside_the_first(curves, title, path.with_suffix(".png"))
         page.append(f"![Loss curves]({path.name}.png)")
         path.with_suffix(".md").write_text("\n\n".join(page) + "\n")
 

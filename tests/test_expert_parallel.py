@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks import parallel as benchmark
+from benchmarks import parallel_losses
 from benchmarks import parallel_training as training
 from grouped_linear import (
     DelayedScaling,
@@ -650,6 +651,22 @@ def check_training_benchmark(rank: int, directory: Path) -> None:
     assert training.table(rows).count("\n") == len(rows) + 1
 
 
+def check_losses(rank: int, directory: Path) -> None:
+    """Experts over processes, and FSDP2, learn from the batches of both what one learns."""
+    text = torch.arange(999, dtype=torch.uint8).to(device()) % 97
+    arguments = parallel_losses.CASES["tiny"], "block"
+    curves = {
+        ("block", way): parallel_losses.learn(*arguments, way, text, steps=10)
+        for way in parallel_losses.WAYS
+    }
+    for losses in curves.values():
+        assert losses[-1] < losses[0]
+        torch.testing.assert_close(
+            losses, curves["block", parallel_losses.ALONE], rtol=3e-3, atol=0
+        )
+    assert parallel_losses.table(curves).count("\n") == len(curves) + 1
+
+
 def check_cuda_graph(
     recipe: Recipe | None, how: dict[str, Any], rank: int, directory: Path
 ) -> None:
@@ -730,6 +747,7 @@ CHECKS: Checks = {
     **{f"unequal_tokens_{way}": partial(check_unequal_tokens, way) for way in DISPATCHERS},
     "benchmark": check_benchmark,
     "training_benchmark": check_training_benchmark,
+    "losses": check_losses,
     **{
         f"cuda_graph_{recipe}_{way}": partial(check_cuda_graph, RECIPES[recipe], how)
         for recipe in RECIPES
