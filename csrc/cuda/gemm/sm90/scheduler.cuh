@@ -50,9 +50,9 @@ constexpr int kFixupUnits = 4;
 constexpr int kMinLeadingUnits = 8;
 constexpr int kMaxSlicesPerTile = 8;  // adding more slices would take longer than computing them
 
-// Whether a kernel may draw tickets. Store warps with elementwise work have no time to wait for one
-// (H200, 2026-11: fprop with SwiGLU takes 1.39 of its time). FP8 that gathers takes 1.008. Not
-// measured where b is in MXFP4.
+// Whether a kernel may draw tickets. A warp 1 that gathers has no time to wait for one (H200,
+// 2026-11: fprop with SwiGLU takes 1.34 of its time; without gathered rows 0.99, see
+// docs/notes/several_gpus.md). FP8 that gathers takes 1.008. Not measured where b is in MXFP4.
 template <typename Config>
 constexpr bool kDrawsTickets = Config::kKGrouped || !(Config::kElementwise || Config::kDecodesB ||
                                                       (Config::kFp8 && Config::kGathersRows));
