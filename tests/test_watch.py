@@ -645,10 +645,12 @@ def check_sharded(rank: int, folder: Path) -> None:
         part(rows(32)[:10].to(kind), torch.tensor([4, 6, 0, 0], device=kind))
 
     convert(whole, recipe)
-    flat = FullyShardedDataParallel(whole, use_orig_params=True, device_id=device())
-    with pytest.raises(ValueError, match="watch: experts has flat parameters, as FullySharded"):
-        watch(flat)
-    assert all(getattr(module, "watched", None) is None for module in flat.modules())
+    alone = GroupedMLP(4, 32, 16, recipe=recipe, device=kind)
+    for module, use_orig_params in ((whole, True), (alone, False)):
+        options: Any = {"use_orig_params": use_orig_params, "device_id": device()}
+        flat = FullyShardedDataParallel(module, **options)
+        assert "has flat parameters, as FullyShardedData" in sentence(lambda flat=flat: watch(flat))
+        assert all(getattr(m, "watched", None) is None for m in flat.modules())
 
 
 def check_transposed(rank: int, folder: Path) -> None:

@@ -271,7 +271,8 @@ def _spread(
         return experts.num_experts, dispatcher.ranks
     w: Any = getattr(module, name, None)
     E = experts.num_experts
-    if experts.library == "torchtitan" and local_part(w).dim() < 3:
+    is_flat = experts.library == "torchtitan" and local_part(w).dim() < 3
+    if is_flat or (name in vars(module) and w._is_view()):  # with use_orig_params, and without
         raise ValueError(
             f"{where} has flat parameters, as FullyShardedDataParallel makes them: watch before, "
             "or shard by fully_shard"
