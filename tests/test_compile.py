@@ -254,11 +254,12 @@ def test_layers_share_a_recipe(dynamic: bool | None, recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_layers_share_an_activation(dynamic: bool | None) -> None:
-    """Its numbers, too, stay constants for Dynamo."""
+    """Its numbers, too, stay constants for Dynamo, as the default of what saves its input does."""
     x, weights = torch.randn(T, K), torch.rand(T, 1)
     index = torch.randint(E, (T, 1))
     for limit in (5.0, 7.0, 9.0):
-        mlp = GroupedMLP(E, K, N, activation=SwiGLU(1.702, 1.0, limit))
+        activation = SwiGLU(1.702, 1.0, limit)
+        mlp = GroupedMLP(E, K, N, activation=activation, save_gate_up_in_fp8=True)
 
         def twice(x: Tensor, mlp: GroupedMLP = mlp) -> Tensor:
             y: Tensor = mlp(mlp(x, weights, index), weights, index)

@@ -40,7 +40,8 @@ class MLPConfig(NamedTuple):
         """The tensors a backward reads: gate_up and None, or e4m3 and scales of 1x128 blocks."""
         if gate_up_RG is None or not self.save_in_fp8:
             return gate_up_RG, None
-        quantized = ops.group_quantize(gate_up_RG, offs_E)
+        # Explicit: Dynamo makes an input of a float default, as of a number of an activation.
+        quantized = ops.group_quantize(gate_up_RG, offs_E, amax_epsilon=0.0)
         return quantized.q, quantized.scale
 
 
