@@ -11,6 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from grouped_linear import (
     DelayedScaling,
@@ -233,3 +234,22 @@ def test_autocast_and_a_list_of_sizes(device: str) -> None:
     y.sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == FP32
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_traced_graph_takes_any_number_of_rows(weighted: bool) -> None:
+    """Traced by torch.export or make_fx, which read no Python: len(x) would be a constant there."""
+    mlp = GroupedMLP(E, H, F, bias=True)
+
+    def step(x: Tensor, m_splits: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        y = mlp.forward_sorted(x, m_splits, weights if weighted else None)
+        return y, *torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()])
+
+    def inputs(rows: int) -> tuple[Tensor, ...]:
+        m_splits = torch.tensor([rows - 10, 0, 3, 1, 2])
+        return torch.randn(rows, H, requires_grad=True), m_splits, torch.rand(rows)
+
+    graph = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs(20))
+    for rows in (20, 11):
+        given = inputs(rows)
+        assert_all_same_bits(graph(*given), step(*given))

@@ -57,7 +57,7 @@ def _sum_by_row(a: Tensor, da_TK: Tensor, rows_T: Tensor, offs_E: Tensor) -> Ten
 
     Rows past the last group are zero already; their numbers may be anything.
     """
-    used_T = torch.arange(len(rows_T), device=rows_T.device) < offs_E[-1]
+    used_T = torch.arange(rows_T.size(0), device=rows_T.device) < offs_E[-1]
     numbers_T = torch.where(used_T, rows_T, 0).long()
     total = a.new_zeros(a.shape, dtype=torch.float32)
     return total.index_add(0, numbers_T, da_TK.float()).to(a.dtype)

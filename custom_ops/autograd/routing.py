@@ -38,7 +38,7 @@ def truncate_routing(routing: ops.SortedByExpert, max_rows: int) -> "ChosenRows"
 
 def _numbers(rows_RH: Tensor) -> Tensor:
     """[R, 1] int32: the number of each row."""
-    return torch.arange(len(rows_RH), dtype=torch.int32, device=rows_RH.device)[:, None]
+    return torch.arange(rows_RH.size(0), dtype=torch.int32, device=rows_RH.device)[:, None]
 
 
 def _dot_of_biases(d_out_TH: Tensor, bias_EH: Tensor, row_TC: Tensor, offs_E: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class SortedRows(NamedTuple):
         """[R] float32: the routing weight of each row."""
         if weight_R is not None:
             return weight_R.float()
-        return torch.ones(len(d_out_RH), dtype=torch.float32, device=d_out_RH.device)
+        return torch.ones(d_out_RH.size(0), dtype=torch.float32, device=d_out_RH.device)
 
     def weighted_gradient(self, d_out_RH: Tensor, weight_R: Tensor | None) -> Tensor:
         """The gradient of each row's output [R, H]."""
