@@ -47,7 +47,6 @@ from support.adapters import (
     config_of,
     grouped,
     logits,
-    mixtral,
     model_of,
     randomize,
     results,
@@ -168,7 +167,7 @@ def test_no_weights_are_made(weights: Any) -> None:
 
 def test_compiled() -> None:
     """In one graph, which sees whether adapters are on, which, and how they are scaled."""
-    model = grouped(mixtral(num_hidden_layers=1), config_of(), Float8BlockScaling(), "fp8")
+    model = grouped(model_of(num_hidden_layers=1), config_of(), Float8BlockScaling(), "fp8")
     model.add_adapter("other", config_of(r=8))
     randomize(model)
     options = {"fullgraph": True, "backend": "aot_eager"}

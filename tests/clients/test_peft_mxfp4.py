@@ -22,7 +22,6 @@ from grouped_linear.integrations.peft import for_packed_experts, use_grouped_ada
 from support.adapters import (
     assert_close,
     config_of,
-    mixtral,
     model_of,
     results,
     weights_of,
@@ -74,7 +73,7 @@ def test_gradients(folder: Path, compiled: bool) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_adapters_have_the_models_dtype(folder: Path, weights: str, autocast: bool) -> None:
     """As PEFT has it over 16 bits: float32 by default, else the dtype that the bytes stand for."""
-    model = packed(folder) if weights == "mxfp4" else mixtral().to(BF16)
+    model = packed(folder) if weights == "mxfp4" else model_of().to(BF16)
     if weights == "fp8":
         convert(model, weights="fp8")
     options = {"autocast_adapter_dtype": autocast}

@@ -18,49 +18,28 @@ from transformers.integrations import finegrained_fp8
 
 from grouped_linear import Recipe, convert
 from grouped_linear.integrations.peft import ParamWrapper, use_grouped_adapters
+from support.hugging_face import tiny
 
 IDS = torch.arange(24).reshape(2, 12)
 GATE_UP, DOWN = EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 128,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts_per_tok": 2,
+SIZES = {"intermediate_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mixtral": ("mixtral", {"num_local_experts": 4}),
+    "Mixtral, one layer after the other": (
+        "mixtral",
+        {"num_local_experts": 4, "hidden_act": "quick_gelu"},
+    ),
+    "Qwen3-MoE": ("qwen3_moe", {}),
+    # transposed weights, biases, interleaved gate and up
+    "GPT-OSS": ("gpt_oss", {"num_local_experts": 4, "layer_types": None}),
 }
 
 
-def mixtral(**options: Any) -> Any:
-    config = transformers.MixtralConfig(**SIZES | {"num_local_experts": 4} | options)
-    return transformers.MixtralForCausalLM(config)
-
-
-def qwen3() -> Any:
-    config = transformers.Qwen3MoeConfig(**SIZES, num_experts=5)
-    return transformers.Qwen3MoeForCausalLM(config)
-
-
-def gpt_oss() -> Any:
-    config = transformers.GptOssConfig(**SIZES, num_local_experts=4)
-    return transformers.GptOssForCausalLM(config)
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "Mixtral": mixtral,
-    "Mixtral, one layer after the other": lambda: mixtral(hidden_act="quick_gelu"),
-    "Qwen3-MoE": qwen3,
-    "GPT-OSS": gpt_oss,  # transposed weights, biases, interleaved gate and up
-}
-
-
-def model_of(name: str = "Mixtral") -> Any:
+def model_of(name: str = "Mixtral", **sizes: int) -> Any:
     """A model whose experts say more than transformers' initialization has them say."""
     torch.manual_seed(0)
-    model = MODELS[name]()
+    family, options = MODELS[name]
+    model = tiny(family, **SIZES | options | sizes)
     for parameter_name, p in model.named_parameters():
         if ".experts." in parameter_name:
             nn.init.normal_(p, std=0.1)
@@ -189,25 +168,21 @@ def from_fp8_checkpoint(folder: Path, **options: Any) -> Any:
 
 def deepseek() -> Any:
     """With a dense layer first, a shared expert, and features that are no multiples of 128."""
-    config = transformers.DeepseekV3Config(
+    return tiny(
+        "deepseek_v3",
         **SIZES | {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3},
         first_k_dense_replace=1,
         n_routed_experts=4,
-        n_shared_experts=1,
         n_group=2,
-        topk_group=1,
         q_lora_rank=48,
         kv_lora_rank=64,
-        qk_rope_head_dim=16,
         qk_nope_head_dim=32,
         v_head_dim=32,
     )
-    return transformers.DeepseekV3ForCausalLM(config)
 
 
 def qwen3_of_blocks() -> Any:
-    sizes = SIZES | {"hidden_size": 128, "head_dim": 64}
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, num_experts=4))
+    return tiny("qwen3_moe", **SIZES, hidden_size=128, head_dim=64, num_experts=4)
 
 
 def make_fp8_checkpoint(folder: Path, model: Callable[[], Any] = qwen3_of_blocks) -> Path:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from grouped_linear.integrations.mxfp4 import mxfp4_config
+from support.hugging_face import tiny
 
 IDS = torch.arange(24).reshape(2, 12)
 # Of openai/gpt-oss-20b's config.json.
@@ -26,22 +27,16 @@ QUANTIZATION = {
 
 def write_checkpoint(folder: Path, intermediate_size: int = 96) -> Path:
     """Random blocks and scales, K = 64 and 96."""
-    config = GptOssConfig(
-        vocab_size=64,
+    torch.manual_seed(0)
+    model = tiny(
+        "gpt_oss",
         hidden_size=64,
         intermediate_size=intermediate_size,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
         head_dim=32,
         num_local_experts=4,
-        num_experts_per_tok=2,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    model = GptOssForCausalLM(config).to(torch.bfloat16)
+        layer_types=None,
+    ).to(torch.bfloat16)
     state = model.state_dict()
     for name in list(state):
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -51,7 +46,7 @@ def write_checkpoint(folder: Path, intermediate_size: int = 96) -> Path:
             state[f"{name}_scales"] = scales.random_(119, 124).to(torch.uint8)
         elif name.endswith("proj_bias"):
             nn.init.normal_(state[name])
-    described = {**config.to_dict(), "quantization_config": QUANTIZATION, "dtype": "bfloat16"}
+    described = {**model.config.to_dict(), "quantization_config": QUANTIZATION, "dtype": "bfloat16"}
     described["architectures"] = ["GptOssForCausalLM"]
     folder.mkdir(exist_ok=True)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
