@@ -34,11 +34,12 @@ from support.adapters import (
     grouped,
     logits,
     make_fp8_checkpoint,
+    of_peft,
     qwen3_of_blocks,
-    randomize,
     results,
 )
 from support.adapters import from_fp8_checkpoint as from_pretrained
+from support.trainer import losses, trainer_of
 
 RECIPE = Float8BlockScaling()
 # Two in each layer of attention.
@@ -56,25 +57,8 @@ def linear_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finegrained_fp8, "fp8_linear", fp8_linear)
 
 
-def trainer_of(model: Any, dataset: Any, directory: Path, **options: Any) -> Any:
-    arguments = transformers.TrainingArguments(
-        output_dir=str(directory),
-        per_device_train_batch_size=2,
-        logging_steps=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        **options,
-    )
-    return transformers.Trainer(model, arguments, train_dataset=dataset)
-
-
 def adapted(model: Any, weights: Any) -> Any:
     return grouped(model, config_of(**ADAPTERS), RECIPE, weights, order="convert first")
-
-
-def losses(trainer: Any) -> list[float]:
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 def experts_of(model: Any) -> Iterator[Any]:
@@ -95,7 +79,7 @@ def test_adapters_by_trainer(folder: Path, weights: Any, dataset: Any, tmp_path:
     before = {name: t.clone() for name, t in base.state_dict().items()}
     model = peft.get_peft_model(base, config_of(**ADAPTERS))
     assert len(use_grouped_adapters(model)) == 4
-    trainer = trainer_of(model, dataset, tmp_path, max_steps=3, learning_rate=1e-2)
+    trainer = trainer_of(model, dataset, tmp_path, max_steps=3)
     trainer.train()
     assert torch.tensor(losses(trainer)).isfinite().all()
     learned = {n: p for n, p in model.named_parameters() if ".lora_B." in n}
@@ -121,8 +105,7 @@ def test_merged_without_rounding_to_fp8(folder: Path, weights: Any, tmp_path: Pa
     """In a model that is loaded without FP8."""
     model = from_pretrained(folder)
     convert(model, RECIPE, weights=weights)
-    model = peft.get_peft_model(model, config_of(**ADAPTERS))
-    randomize(model)
+    model = of_peft(model, config_of(**ADAPTERS))
     model.save_pretrained(tmp_path)
     config = transformers.FineGrainedFP8Config(dequantize=True)
     plain = from_pretrained(folder, quantization_config=config, dtype=torch.float32)
@@ -203,7 +186,7 @@ def test_adapters_by_trainer_resumed(
     folder: Path, weights: Any, dataset: Any, tmp_path: Path
 ) -> None:
     """In bf16, checkpointed, fused, in small batches: a run goes on from its first checkpoint."""
-    options = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-2, "bf16": True}
+    options = {"max_steps": 4, "save_steps": 2, "bf16": True}
     options |= {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}
     found = []
     for resumed in (False, True):

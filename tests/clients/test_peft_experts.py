@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import nn
 
@@ -48,10 +47,12 @@ from support.adapters import (
     grouped,
     logits,
     model_of,
+    of_peft,
     randomize,
     results,
     weights_of,
 )
+from support.trainer import losses, trainer_of
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "both": {},
@@ -86,8 +87,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 )
 def test_as_peft(name: str, config: str, order: str) -> None:
     """In float32, so that nothing but the order of sums differs."""
-    theirs = peft.get_peft_model(model_of(name), config_of(**CONFIGS[config]))
-    randomize(theirs)
+    theirs = of_peft(model_of(name), config_of(**CONFIGS[config]))
     ours = grouped(model_of(name), config_of(**CONFIGS[config]), order=order)
     assert_close(results(ours), results(theirs), 1e-4)
 
@@ -140,8 +140,7 @@ def test_over_fp8(weights: Any, name: str) -> None:
         if parameter_name.endswith(("gate_up_proj", "down_proj")):
             q, scale, _ = ops.quantize_weight(p.data, columnwise=False)
             p.data.copy_(dequantize_blocks(q, scale, p.dtype))
-    theirs = peft.get_peft_model(theirs, config_of())
-    randomize(theirs)
+    theirs = of_peft(theirs)
     ours = grouped(model_of(name), config_of(), Float8BlockScaling(), weights)
     base = [p for n, p in ours.named_parameters() if n.endswith(("gate_up_proj", "down_proj"))]
     found = results(ours)
@@ -256,8 +255,7 @@ def test_one_warning_without_the_call() -> None:
     """PEFT alone makes all weights in each call, right and slow."""
     model = model_of()
     convert(model)
-    model = peft.get_peft_model(model, config_of())
-    randomize(model)
+    model = of_peft(model)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("default")
         expected = logits(model)
@@ -340,8 +338,7 @@ def test_prepared_and_checkpointed(reentrant: bool) -> None:
 def test_autocast() -> None:
     """Adapters in float32 over weights in bf16, which is what PEFT makes of a model in bf16."""
     config = config_of(target_modules=[])
-    theirs = peft.get_peft_model(model_of().bfloat16(), config)
-    randomize(theirs)
+    theirs = of_peft(model_of().bfloat16(), config)
     ours = grouped(model_of().bfloat16(), config)
     assert {p.dtype for p in ours.parameters() if p.requires_grad} == {torch.float32}
     assert_close(results(ours), results(theirs), 0.1)
@@ -463,8 +460,7 @@ def test_weighted_adapters() -> None:
 @pytest.mark.parametrize("rank", [4, 8])
 def test_hotswap(rank: int, tmp_path: Path) -> None:
     """Of the same rank or a higher one; PEFT puts a lower one in the wrong rows of experts."""
-    other = peft.get_peft_model(model_of(), config_of(r=rank, lora_alpha=5))
-    randomize(other)
+    other = of_peft(model_of(), config_of(r=rank, lora_alpha=5))
     other.save_pretrained(tmp_path)
     model = grouped(model_of(), config_of())
     assert not torch.allclose(logits(model), logits(other), atol=0.01)
@@ -561,27 +557,13 @@ def test_trainer(dataset: Any, tmp_path: Path) -> None:
     """transformers' Trainer: experts' adapters learn as PEFT's own do, and the base does not."""
     found = []
     for ours in (False, True):
-        if ours:
-            model = grouped(model_of(), config_of())
-        else:
-            model = peft.get_peft_model(model_of(), config_of())
-            randomize(model)
+        model = grouped(model_of(), config_of()) if ours else of_peft(model_of())
         before, adapters = weights_of(model), peft.get_peft_model_state_dict(model)
         adapters = {name: t.clone() for name, t in adapters.items()}
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path / str(ours)),
-            max_steps=4,
-            per_device_train_batch_size=2,
-            learning_rate=1e-2,
-            logging_steps=1,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-        )
-        trainer = transformers.Trainer(model, arguments, train_dataset=dataset)
+        trainer = trainer_of(model, dataset, tmp_path / str(ours))
         trainer.train()
         torch.testing.assert_close(weights_of(model), before, rtol=0, atol=0)
-        found.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+        found.append(losses(trainer))
         saved = load_file(tmp_path / str(ours) / "checkpoint-4" / "adapter_model.safetensors")
         assert saved.keys() == adapters.keys()
         assert not any(torch.equal(t, adapters[name]) for name, t in saved.items())

@@ -30,6 +30,7 @@ from support.adapters import (
     make_fp8_checkpoint,
     model_of,
     of_a_layer,
+    of_peft,
     randomize,
     results,
     weights_of,
@@ -104,8 +105,7 @@ def test_frozen_weights_stay_under_peft_alone() -> None:
     """Without use_grouped_adapters, where its safe merge would add to bytes."""
     model = model_of()
     convert(model, weights="fp8")
-    model = peft.get_peft_model(model, config_of())
-    randomize(model)
+    model = of_peft(model)
     assert_stays(model, IN_FP8)
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
 
 from grouped_linear import Float8BlockScaling, convert
 from support.compare import assert_same_bits, assert_same_tensors
@@ -26,6 +25,7 @@ from support.adapters import (
     results,
     weights_of,
 )
+from support.trainer import losses, trainer_of
 
 
 @pytest.fixture(scope="module")
@@ -161,13 +161,8 @@ def test_trainer(folder: Path, tmp_path: Path) -> None:
     model = ours(folder)
     before = {n: p.clone() for n, p in model.named_parameters()}
     dataset = [{"input_ids": IDS[0], "labels": IDS[0]}] * 8
-    arguments = TrainingArguments(
-        tmp_path, max_steps=4, learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True,
-        logging_steps=1,
-    )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=dataset)
+    trainer = trainer_of(model, dataset, tmp_path)
     trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert losses[-1] < losses[0]
+    assert losses(trainer)[-1] < losses(trainer)[0]
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]) != (".lora_" in name)

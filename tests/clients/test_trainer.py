@@ -11,26 +11,13 @@ from torch import Tensor, nn
 from support.compare import assert_same_bits, assert_same_tensors, bits
 
 pytest.importorskip("accelerate")  # Trainer and FP8 checkpoints need it
-from transformers import (
-    FineGrainedFP8Config,
-    MixtralForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import FineGrainedFP8Config, MixtralForCausalLM
+
+from support.trainer import trainer_of
 
 
 def train(model: nn.Module, dataset: Any, directory: Path, **resumed: Any) -> None:
-    arguments = TrainingArguments(
-        output_dir=str(directory),
-        max_steps=4,
-        save_steps=2,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-    )
-    Trainer(model, arguments, train_dataset=dataset).train(**resumed)
+    trainer_of(model, dataset, directory, save_steps=2).train(**resumed)
 
 
 def test_experts_that_learn(tiny: Any, dataset: Any, tmp_path: Path) -> None:

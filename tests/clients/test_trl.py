@@ -28,6 +28,7 @@ from support.adapters import (
     model_of,
     weights_of,
 )
+from support.trainer import losses
 
 TRAINED: dict[str, Any] = {
     "max_steps": 2,
@@ -94,9 +95,8 @@ def test_sft(weights: Any, made_by: str, dataset: Any, tmp_path: Path) -> None:
         peft_config=config,
     )
     adapters = train_adapters(trainer)
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert len(losses) == 2
-    assert all(map(math.isfinite, losses))
+    assert len(losses(trainer)) == 2
+    assert all(map(math.isfinite, losses(trainer)))
     after = adapters_of(trainer.model)
     assert not any(torch.equal(after[n], t) for n, t in adapters.items() if "lora_B" in n)
 

@@ -59,6 +59,13 @@ def randomize(model: nn.Module) -> None:
             nn.init.normal_(p, std=0.3)
 
 
+def of_peft(model: Any, config: Any = None) -> Any:
+    """A model with PEFT's adapters, which say something."""
+    model = peft.get_peft_model(model, config or config_of())
+    randomize(model)
+    return model
+
+
 def grouped(
     model: Any, config: Any, recipe: Recipe | None = None, weights: Any = None, order: str = "last"
 ) -> Any:
