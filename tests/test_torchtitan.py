@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grouped_linear import Float8BlockScaling, convert
+from grouped_linear import Float8BlockScaling, convert, watch
 from support.compare import assert_same_bits
 from support.processes import PROCESSES, Checks, Passes
 from support.tensors import BF16, DTYPES
@@ -171,7 +171,11 @@ def check_model(parallel: dict[str, int], how: dict[str, Any], rank: int, direct
         convert(plain)
     model = built(parallelism, how)
     assert not any(p.is_meta for p in model.parameters())
+    seen = watch(model)  # after fully_shard, as of a Trainer's model
     actual = step(model)
+    [load] = seen.read().loads
+    assert len(load.tokens) == 8 // parallel.get("expert_parallel_degree", 1)
+    assert all(load.tokens)
     assert actual.keys() == expected.keys()
     for name, result in actual.items():
         difference = (result.float() - expected[name].float()).norm()
