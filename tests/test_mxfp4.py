@@ -285,7 +285,7 @@ def test_compiled_layers_have_the_bits_of_eager_ones(device: str, kind: Any, rec
 
 
 def exported(layer: Any) -> nn.Module:
-    return torch.export.export(layer, inputs("cpu"), strict=True).module()
+    return torch.export.export(layer, inputs("cpu")).module()
 
 
 class Checkpointed(nn.Module):

@@ -93,8 +93,10 @@ Tensor beside(const Tensor& t, const Tensor& low) {
       new_tensor(t, t.dim() == 2 ? Shape{t.size(0), K + r} : Shape{t.size(0), t.size(1), K + r},
                  t.scalar_type());
   Tensor first = torch::stable::narrow(both, last, 0, K);
-  Tensor second = torch::stable::narrow(both, last, K, r);
   torch::stable::copy_(first, t);
+  // Made now: where autograd records, as in an exported graph, a view that is older than the first
+  // copy is a leaf to it, which the second could not write.
+  Tensor second = torch::stable::narrow(both, last, K, r);
   torch::stable::copy_(second, low);
   return both;
 }
