@@ -246,7 +246,7 @@ def test_saved_in_fp8(kind: str, recipe: Recipe | None, device: str) -> None:
     y, *gradients = run(ours(kind, recipe, device), leaves)
     y_saved, *of_saved = run(ours(kind, recipe, device, save_gate_up_in_fp8=True), leaves)
     assert_same_bits(y_saved, y)
-    near(of_saved, [g.double().cpu() for g in gradients], 0.12)
+    near(of_saved, [g.double().cpu() for g in gradients], 0.12 if kind == "own" else 0.08)
     assert not torch.equal(of_saved[3], gradients[3])  # of down_proj, from h made again
     if recipe is None:
         assert_same_bits(of_saved[5], gradients[5])  # down's bias needs no gate_up
