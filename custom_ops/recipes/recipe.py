@@ -48,17 +48,6 @@ class Recipe:
     grad_output: Format = AS_IT_IS
     requantize_weights: bool = field(default=False, kw_only=True)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        ignored = [
-            name for name in vars(cls) if name.startswith(("quantize", "requantize_weight_"))
-        ]
-        if ignored:
-            raise TypeError(
-                f"{cls.__name__}: {ignored[0]} would not be called: a recipe has formats and no "
-                "methods; give Recipe(...) a Format with a function, quantize="
-            )
-
     def __post_init__(self) -> None:
         name = type(self).__name__
         check_flags(name, requantize_weights=self.requantize_weights)
