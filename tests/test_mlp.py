@@ -598,6 +598,7 @@ def test_mistakes() -> None:
         call(**of_scalars),
         call(**none),
         call(top_k_weights=weights[:, :1]),
+        call(top_k_weights=weights.to(torch.complex64)),
         call(top_k_index=torch.zeros(4, 2)),
         call(down_proj=down[1:]),
         call(down_proj=torch.zeros(E, 2 * H, F)),
@@ -620,6 +621,7 @@ ValueError: SwiGLU: cubic must be finite and not negative, got -1.0
 RuntimeError: grouped_mlp: top_k_weights and top_k_index must be [..., C] with C positive, got [] and []
 RuntimeError: grouped_mlp: top_k_weights and top_k_index must be [..., C] with C positive, got [4, 0] and [4, 0]
 RuntimeError: grouped_mlp: C differs: top_k_weights has 1, top_k_index 2
+RuntimeError: grouped_mlp: top_k_weights must be floating, of 16 bits or more, got complex64
 RuntimeError: grouped_mlp: top_k_index must be int32 or int64, got float32
 RuntimeError: grouped_mlp: down_proj must be [5, 144, F], as gate_up_proj has 5 experts of 144 features, got [4, 144, 80]
 RuntimeError: grouped_mlp: down_proj must be [5, 144, F], as gate_up_proj has 5 experts of 144 features, got [5, 288, 80]

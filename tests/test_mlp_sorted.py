@@ -204,6 +204,7 @@ def test_mistakes() -> None:
         lambda: mlp.forward_sorted(x, m_splits[1:]),
         lambda: mlp.forward_sorted(x, 7),
         lambda: mlp.forward_sorted(x, m_splits, torch.ones(R - 1)),
+        lambda: mlp.forward_sorted(x, m_splits, torch.ones(R).to(torch.float8_e4m3fn)),
         lambda: mlp.forward_sorted(x[:, :128], m_splits),
         lambda: mlp.forward_sorted(x.bfloat16(), m_splits),
         lambda: grouped_mlp_sorted(x, m_splits, *mlp.parameters(), activation=None),
@@ -216,6 +217,7 @@ RuntimeError: grouped_mlp_sorted: x must be [R, H], got shape [2, 75, 144]
 RuntimeError: grouped_mlp_sorted: E differs: m_splits, the rows of each expert, has 4, gate_up_proj 5
 TypeError: grouped_mlp_sorted: m_splits must be a tensor or a list, the rows of each group, got 7
 RuntimeError: grouped_mlp_sorted: row_weights must be [150], one of each row, got [149]
+RuntimeError: grouped_mlp_sorted: row_weights must be floating, of 16 bits or more, got float8_e4m3fn
 RuntimeError: grouped_mlp_sorted: gate_up_proj must be [E, 2 F, 128], as x has 128 features, got [5, 160, 144]
 RuntimeError: grouped_mlp_sorted: x is bfloat16, gate_up_proj float32: cast one of them, or use torch.autocast
 ValueError: grouped_mlp_sorted: activation must be a SwiGLU or an Activation, got None

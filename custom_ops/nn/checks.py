@@ -319,6 +319,7 @@ def check_choices(
     """Check the routing in the caller's words."""
     check_device("grouped_mlp", "top_k_weights", top_k_weights, x)
     check_device("grouped_mlp", "top_k_index", top_k_index, x)
+    _check_factors("grouped_mlp", "top_k_weights", top_k_weights)
     if any(t.dim() == 0 or t.size(-1) == 0 for t in (top_k_weights, top_k_index)):
         raise RuntimeError(
             "grouped_mlp: top_k_weights and top_k_index must be [..., C] with C positive, got "
@@ -355,10 +356,19 @@ def check_choices(
         raise ValueError(f"grouped_mlp: max_rows must not be negative, got {max_rows}")
 
 
+def _check_factors(op: str, name: str, t: Tensor) -> None:
+    """Raise RuntimeError for weights of rows in a dtype that float32 or masks do not take."""
+    if not t.is_floating_point() or t.dtype.itemsize == 1:
+        raise RuntimeError(
+            f"{op}: {name} must be floating, of 16 bits or more, got {dtype_name(t.dtype)}"
+        )
+
+
 def check_row_weights(op: str, row_weights: Any, x: Tensor) -> None:
     """Check the weights of rows that come sorted."""
     check_tensor(op, "row_weights", row_weights)
     check_device(op, "row_weights", row_weights, x)
+    _check_factors(op, "row_weights", row_weights)
     if row_weights.dim() == 1 and torch.compiler.is_compiling():  # unknown sizes are assumed
         torch._check(
             row_weights.size(0) == x.size(0),

@@ -51,7 +51,7 @@ class TokenDispatcher(nn.Module):
 
         Args:
             x: [T, H].
-            top_k_weights: [T, C], of any floating dtype.
+            top_k_weights: [T, C], of a floating dtype of 16 bits or more.
             top_k_index: [T, C] int32 or int64, numbers among the experts of all processes; another
                 number is no expert.
         """

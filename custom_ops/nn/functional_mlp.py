@@ -70,7 +70,7 @@ def grouped_mlp(
 
     Args:
         x: [..., H] bfloat16, float16 or float32; H and F are multiples of 16.
-        top_k_weights: [..., C], of any floating dtype; used in float32.
+        top_k_weights: [..., C], of a floating dtype of 16 bits or more; used in float32.
         top_k_index: [..., C] int32 or int64, the experts chosen. A number outside [0, E) stands for
             no expert: it adds nothing, whatever x holds there.
         gate_up_proj: [E, 2 F, H]: gate, then up, or as activation says; [E, F, H] for one without a
@@ -158,7 +158,8 @@ def grouped_mlp_sorted(
     Args:
         x: [R, H] bfloat16, float16 or float32, rows sorted by expert.
         m_splits: [E] rows of each expert, as :func:`grouped_linear.grouped_linear` takes them.
-        row_weights: [R], of any floating dtype; used in float32. None for ones, which is faster.
+        row_weights: [R], of a floating dtype of 16 bits or more; used in float32. None for ones,
+            which is faster.
         gate_up_proj, down_proj, recipe, state, activation: see :func:`grouped_mlp`.
         gate_up_proj_bias, down_proj_bias, save_gate_up_in_fp8: see :func:`grouped_mlp`.
         gate_up_lora, down_lora: see :func:`grouped_mlp`.
