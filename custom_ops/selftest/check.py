@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from grouped_linear.report import first_line
 from grouped_linear.selftest.calls import EXACT, Call, Inputs, Tolerance
 
 
@@ -49,7 +50,7 @@ def failures(call: Call, inputs: Inputs, device: torch.device) -> list[str]:
         reference = call._replace(ours=call.torchs or call.ours) if on_cpu else call
         expected = results(reference, inputs, torch.device("cpu"))
     except (RuntimeError, ValueError) as error:
-        return [(str(error) or type(error).__name__).splitlines()[0]]
+        return [first_line(error)]
     tolerance = EXACT if call.same_bits and not on_cpu else call.tolerance
     found = []
     for i, (t, same, right) in enumerate(zip(once, again, expected, strict=True)):
