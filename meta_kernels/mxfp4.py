@@ -15,6 +15,7 @@ from grouped_linear.meta_kernels.rules import (
     MAX_MXFP4_FEATURES,
     MX_BLOCK,
     Rules,
+    at_most,
     fake,
 )
 
@@ -25,7 +26,7 @@ def _check_blocks(rules: Rules, K: int) -> None:
         lambda: f"K must be a positive multiple of {MX_BLOCK}, got {K}",
     )
     rules.check(
-        not isinstance(K, int) or K <= MAX_MXFP4_FEATURES,  # a symbol stays free of guards
+        at_most(K, MAX_MXFP4_FEATURES),
         lambda: f"K must be at most {MAX_MXFP4_FEATURES}, got {K}",
     )
 

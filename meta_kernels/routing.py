@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, Rules, dtype_name, fake
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, Rules, at_most, dtype_name, fake
 
 
 @fake
@@ -23,7 +23,7 @@ def splits_to_offsets(rules: Rules, c: Any) -> Tensor:
     rules.check(c.alignment >= 1, lambda: f"alignment must be positive, got {c.alignment}")
     rules.check(c.stride >= 1, lambda: f"stride must be positive, got {c.stride}")
     rules.check(
-        c.num_rows <= torch.iinfo(dtype).max // c.stride,
+        at_most(c.num_rows, torch.iinfo(dtype).max // c.stride),
         lambda: (
             f"num_rows * stride does not fit in {dtype_name(dtype)}, got {c.num_rows} * {c.stride}"
         ),

@@ -49,7 +49,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _at_most(size: int, most: int) -> bool:
+def at_most(size: int, most: int) -> bool:
     """Whether a size is in a limit. A symbol is, so that it stays free of guards."""
     return not isinstance(size, int) or size <= most
 
@@ -112,14 +112,14 @@ class Rules:
             lambda: f"{what} must be a positive multiple of {FEATURE_MULTIPLE}, got {size}",
         )
         self.check(
-            _at_most(size, MAX_FEATURES),
+            at_most(size, MAX_FEATURES),
             lambda: f"{what} must be at most {MAX_FEATURES}, got {size}",
         )
 
     def count(self, name: str, what: str, count: int) -> None:
         """What is counted in 32 bits: the rows of a tensor, its columns, or what `what` names."""
         self.check(
-            _at_most(count, MAX_COUNT),
+            at_most(count, MAX_COUNT),
             lambda: f"{name} must have at most {MAX_COUNT} {what}, got {count}",
         )
 

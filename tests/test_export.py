@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._inductor import aoti_compile_and_package, aoti_load_package
 
 import grouped_linear
-from grouped_linear import Float8BlockScaling, GroupedMLP
+from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedMLP
 from support.commands import MINUTES, run
 from support.compare import assert_same_bits
 from support.devices import DEVICES
@@ -145,6 +145,17 @@ def test_program_has_no_python_and_says_what_is_wrong(build: Build, tmp_path: Pa
     assert "libtorch_cpu.so" in linked.stdout
     assert "python.so" not in linked.stdout
     assert "libpython" not in linked.stdout
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_named_number_of_rows_needs_no_bound(strict: bool) -> None:
+    """Nor any other guard that torch.export would want to be told of."""
+    layer = GroupedLinear(4, 64, 32)
+    inputs = torch.randn(20, 64), torch.tensor([10, 0, 7, 3])
+    sizes = {0: torch.export.Dim("rows", min=2)}, None
+    program = torch.export.export(layer, inputs, dynamic_shapes=sizes, strict=strict)
+    x, m_splits = torch.randn(7, 64), torch.tensor([3, 1, 0, 3])
+    assert_same_bits(program.module()(x, m_splits), layer(x, m_splits))
 
 
 @pytest.mark.parametrize("op", OPS)
