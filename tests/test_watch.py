@@ -474,6 +474,19 @@ def test_the_sample_moves_and_can_be_all() -> None:
     assert steps(seen, 1) == [0]
 
 
+def test_graphs_from_before_fit_again() -> None:
+    """After remove(); of a layer and of a module that convert has converted."""
+    experts = GroupedExperts(E, K, F)
+    convert(experts)
+    layer, x, (splits,) = case("linear", None, "cpu")
+    for module, rows_TK in ((layer, x), (experts, x.float())):
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        compiled(rows_TK, splits)
+        watch(module).remove()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            compiled(rows_TK, splits)
+
+
 def test_one_watch_of_a_layer() -> None:
     """A second would reset the numbers of the first."""
     layer, x, arguments = case("linear", Float8BlockScaling(), "cpu")

@@ -19,6 +19,7 @@ from grouped_linear.integrations.wrappers import named_unwrapped, sizes_before_f
 from grouped_linear.meta_kernels.rules import ceil_div
 from grouped_linear.meta_kernels.watch import MAXIMA
 from grouped_linear.nn.dispatcher import TokenDispatcher
+from grouped_linear.nn.grouped_layer import GroupedLayer
 from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.weight import is_dtensor, local_part
@@ -166,7 +167,10 @@ class Watch:
         """Stop watching: the layers compute, compile and cost what they did before."""
         if self in _watching:  # another may watch them since
             for module in self._modules.values():
-                module.watched = None
+                # The attribute is no module again, so graphs from before the watch fit again.
+                del module.watched
+                if isinstance(module, GroupedLayer):
+                    module.watched = None
         _watching.discard(self)
 
     def trainer_callback(self) -> Any:
