@@ -23,6 +23,7 @@ from grouped_linear import (
     Float8CurrentScaling,
     GroupedLinear,
     GroupedMLP,
+    Lora,
     MXFP8BlockScaling,
     Recipe,
     SwiGLU,
@@ -270,6 +271,14 @@ def test_layers_share_an_activation(dynamic: bool | None) -> None:
             torch.autograd.grad(forward(x).sum(), [*mlp.parameters()]) for forward in (twice, call)
         )
         assert_all_same_bits(actual, expected)
+
+
+def test_numbers_of_adapters_are_constants() -> None:
+    """Dynamo makes inputs of floats with dynamic=True, and traces again to remove them."""
+    layer = GroupedLinear(E, K, N, lora=Lora(4, alpha=6, dropout=0.5))
+    compiled, counter = compiles(layer, dynamic=True)
+    compiled(torch.randn(T, K), torch.tensor(SPLITS[0])).sum().backward()
+    assert counter.frame_count == 1
 
 
 @DEVICES

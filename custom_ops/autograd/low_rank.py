@@ -39,10 +39,11 @@ class Adapter(NamedTuple):
     a_ErK: Tensor
     b_ENr: Tensor
     scaling: float
-    mask: Tensor | None = None
+    mask: Tensor | None
     """Dropout's factors of the adapter's input; None without dropout."""
-    dropout: float = 0.0
-    """The probability by which a call draws the mask."""
+    dropout: float
+    """The probability by which a call draws the mask. It has no default: Dynamo makes an input of
+    a default float with ``dynamic=True``, and traces again to remove it."""
 
     def input(self, x: Tensor) -> Tensor:
         """x after dropout, which A multiplies."""

@@ -205,7 +205,7 @@ class Projection(NamedTuple):
         if not are_leaves and not is_compiling:
             weights = tuple(map(_metadata_of, weights))
         if adapter is not None:
-            adapter = Adapter(None, None, adapter.scaling)  # type: ignore[arg-type]
+            adapter = Adapter(None, None, adapter.scaling, None, 0.0)  # type: ignore[arg-type]
         return Projection(weights, None, recipe, stored, main_grad, adapter)
 
     def restored(self, kept: Kept) -> "Projection":
@@ -216,7 +216,7 @@ class Projection(NamedTuple):
         _, _, a_ErK, b_ENr, mask, _ = kept
         restored = None
         if a_ErK is not None and b_ENr is not None:
-            restored = Adapter(a_ErK, b_ENr, adapter.scaling, mask)
+            restored = Adapter(a_ErK, b_ENr, adapter.scaling, mask, 0.0)
         return Projection(weights, bias_EN, recipe, stored, main_grad, restored)
 
     def as_down(self, dtype: torch.dtype) -> "Projection":

@@ -146,7 +146,7 @@ class GroupedLayer(KeepsFrozen):
         if lora is None:
             return None
         a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
-        return Adapter(a, b, lora.scaling, dropout=lora.dropout if self.training else 0.0)
+        return lora.adapter(a, b, self.training)
 
     @torch.no_grad()
     def merge_lora(self) -> None:

@@ -81,12 +81,21 @@ class Lora:
             raise ValueError(
                 f"Lora: dtype must be None, bfloat16, float16 or float32, got {self.dtype!r}"
             )
+        object.__setattr__(self, "_texts", (repr(float(self.scaling)), repr(float(self.dropout))))
 
     @property
     def scaling(self) -> float:
         """What the adapter's product is multiplied by."""
         alpha = self.rank if self.alpha is None else self.alpha
         return alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def adapter(self, a_ErK: Tensor, b_ENr: Tensor, training: bool) -> Adapter:
+        """The adapter of a call, whose numbers are constants for Dynamo.
+
+        As :attr:`grouped_linear.Format.epsilon`, of which it says why.
+        """
+        scaling, dropout = self._texts  # type: ignore[attr-defined]
+        return Adapter(a_ErK, b_ENr, float(scaling), None, float(dropout) if training else 0.0)
 
 
 def adapter_of(op: str, name: str, lora: Any) -> Adapter | None:
@@ -95,7 +104,7 @@ def adapter_of(op: str, name: str, lora: Any) -> Adapter | None:
         return None
     if not isinstance(lora, LoraWeights):
         raise TypeError(f"{op}: {name} must be None or a LoraWeights, got {type(lora).__name__}")
-    return Adapter(lora.a, lora.b, lora.scaling, dropout=lora.dropout)
+    return Adapter(lora.a, lora.b, lora.scaling, None, lora.dropout)
 
 
 def is_number(value: Any) -> bool:
