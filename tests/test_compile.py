@@ -14,6 +14,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend, normalize_gm
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
@@ -206,6 +207,26 @@ def test_checkpointing_changes_no_bit(compiled: bool, recipe: Recipe | None, dev
     assert_all_same_bits(*gradients)
 
 
+@pytest.mark.parametrize(
+    "recipe", [None, Float8BlockScaling(), Float8CurrentScaling()], ids=["none", "block", "current"]
+)
+def test_compiled_autograd_changes_no_bit(recipe: Recipe | None) -> None:
+    """It finds the tensors that were saved, and none that Dynamo computes from them beside them."""
+    layer = GroupedLinear(E, K, N, recipe=recipe)
+    gradients = []
+    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        x = torch.linspace(-1, 1, T * K).view(T, K).requires_grad_()
+        loss = call(x, torch.tensor(SPLITS[0])).square().sum()
+        if call is not layer:
+            with compiled_autograd._enable(torch.compile(fullgraph=True, backend="aot_eager")):
+                loss.backward()
+        else:
+            loss.backward()
+        gradients.append([x.grad, *(p.grad for p in layer.parameters())])
+        layer.zero_grad()
+    assert_all_same_bits(*gradients)
+
+
 # --- recompiles ----------------------------------------------------------------------------------
 
 
@@ -346,11 +367,11 @@ transpose: "f8e4m3fn[3,32,48]" = aten.transpose.int(getitem_5, -2, -1)
 transpose_1: "f32[3,1,1]" = aten.transpose.int(getitem_6, -2, -1)
 grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, transpose,
     getitem_1, transpose_1, splits_to_offsets, primals_2, torch.float32)
-transpose_3: "f8e4m3fn[3,48,32]" = aten.transpose.int(getitem_7, -2, -1)
-return (grouped_scaled_mm, splits_to_offsets, getitem_2, getitem_3, getitem_6, transpose_3)
+transpose_2: "f8e4m3fn[3,48,32]" = aten.transpose.int(getitem_7, -2, -1)
+return (grouped_scaled_mm, splits_to_offsets, getitem_2, getitem_3, getitem_6, transpose_2)
 
 def forward(self, splits_to_offsets: "i32[3]", getitem_2: "f8e4m3fn[3,32,128]", getitem_3:
-    "f32[3,32]", getitem_6: "f32[3,1,1]", transpose_3: "f8e4m3fn[3,48,32]", tangents_1:
+    "f32[3,32]", getitem_6: "f32[3,1,1]", transpose_2: "f8e4m3fn[3,48,32]", tangents_1:
     "f32[40,48]"):
 group_quantize_1 = grouped_linear.group_quantize(tangents_1, splits_to_offsets, None, 0.0, True,
     True, True, True)
@@ -359,7 +380,7 @@ getitem_9: "f32[1,40]" = group_quantize_1[1]
 getitem_10: "f8e4m3fn[3,48,128]" = group_quantize_1[2]
 getitem_11: "f32[3,48]" = group_quantize_1[3]
 getitem_12: "f32[3,48]" = group_quantize_1[4]
-grouped_scaled_mm_1: "f32[40,32]" = grouped_linear.grouped_scaled_mm(getitem_8, transpose_3,
+grouped_scaled_mm_1: "f32[40,32]" = grouped_linear.grouped_scaled_mm(getitem_8, transpose_2,
     getitem_9, getitem_6, splits_to_offsets, None, torch.float32)
 grouped_scaled_mm_wgrad: "f32[3,48,32]" = grouped_linear.grouped_scaled_mm_wgrad(getitem_10,
     getitem_2, getitem_11, getitem_3, splits_to_offsets, torch.float32)

@@ -114,11 +114,11 @@ def weight_for_dgrad(columnwise: Values, scale: Tensor | None, format: Format) -
 
     FP8 data is [E, K, N] and is transposed now, in the backward. What the forward saves is then the
     tensor itself. A view made in a compiled forward would have another version counter, and an
-    in-place write to the tensor would go unnoticed.
+    in-place write to the tensor would go unnoticed. Nor does compiled autograd find such a view.
     """
     if format.transposes_columnwise:
         assert isinstance(columnwise, Tensor)
-        columnwise = columnwise.mT
+        columnwise = columnwise.transpose(-2, -1)  # of mT Dynamo makes that view (torch 2.13)
     return Operands(None, None, columnwise, scale)
 
 
