@@ -28,6 +28,7 @@ from grouped_linear import (
     MXFP8BlockScaling,
     Recipe,
     SwiGLU,
+    grouped_mlp,
     ops,
     update_scales,
 )
@@ -300,6 +301,21 @@ def test_numbers_of_adapters_are_constants() -> None:
     compiled, counter = compiles(layer, dynamic=True)
     compiled(torch.randn(T, K), torch.tensor(SPLITS[0])).sum().backward()
     assert counter.frame_count == 1
+
+
+def test_an_activation_that_is_made_in_the_graph() -> None:
+    """Of a module's numbers, which may be symbols there, as of GPT-OSS's experts."""
+    mlp = GroupedMLP(E, K, N)
+    mlp.alpha = 1.702  # type: ignore[assignment]
+    x, routing = torch.randn(T, K), (torch.rand(T, 1), torch.randint(E, (T, 1)))
+
+    def call(x: Tensor) -> Tensor:
+        activation = SwiGLU(mlp.alpha, 1.0)  # type: ignore[arg-type]
+        weights = mlp.gate_up_proj, mlp.down_proj
+        return grouped_mlp(x, *routing, *weights, activation=activation)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert_same_bits(compiled(x), call(x))
 
 
 @DEVICES

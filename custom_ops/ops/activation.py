@@ -117,8 +117,10 @@ class SwiGLU(Activation):
         cubic = self.cubic
         if not isinstance(cubic, int | float) or not 0 <= cubic <= FLOAT32_MAX:
             raise ValueError(f"SwiGLU: cubic must be finite and not negative, got {cubic!r}")
-        numbers = self.alpha, self.beta, limit, cubic
-        texts = tuple(None if number is None else repr(float(number)) for number in numbers)
+        texts = None
+        if not torch.compiler.is_compiling():  # numbers of a graph may be symbols, without a text
+            numbers = self.alpha, self.beta, limit, cubic
+            texts = [None if number is None else repr(float(number)) for number in numbers]
         object.__setattr__(self, "_texts", texts)
 
     @property
@@ -164,9 +166,10 @@ class SwiGLU(Activation):
 
         As :attr:`grouped_linear.Format.epsilon`, of which it says why.
         """
-        if not torch.compiler.is_compiling():
+        texts = self._texts  # type: ignore[attr-defined]
+        if texts is None or not torch.compiler.is_compiling():
             return self.alpha, self.beta, self.limit, self.interleaved, self.cubic
-        alpha, beta, limit, cubic = self._texts  # type: ignore[attr-defined]
+        alpha, beta, limit, cubic = texts
         limit = None if limit is None else float(limit)
         return float(alpha), float(beta), limit, self.interleaved, float(cubic)
 
