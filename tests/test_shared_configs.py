@@ -194,6 +194,23 @@ def test_a_part_in_fp8_is_saved_as_such(part: str, tmp_path: Path) -> None:
     assert high == (set() if part == "model" else {"model.layers.0.mlp.experts"})
 
 
+def test_others_that_hold_the_experts(tmp_path: Path) -> None:
+    """Another model, and a wrapper, as PEFT's and TRL's; a failed __init__ has left a module."""
+    model = mixtral(F=128)
+    other = twin_of(model)
+    other.model = model.model
+    wrapper: Any = nn.Module()
+    wrapper.inside, wrapper.config = model, model.config
+    half_made = nn.Module.__new__(type(model))
+    convert(model, FP8, weights="fp8")
+    assert wrapper.config is other.config is model.config is model.model.config
+    other.save_pretrained(tmp_path)
+    assert "quantization_config" in json.loads((tmp_path / "config.json").read_text())
+    other.set_experts_implementation("eager")
+    assert set(choices_of(other).values()) == {"eager"}
+    del half_made
+
+
 def test_compiled_before() -> None:
     model = mixtral()
     other = twin_of(model)

@@ -16,17 +16,24 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from grouped_linear.integrations.experts import goes_through_interface
 
 
-def models_around(module: nn.Module) -> list[PreTrainedModel]:
-    """transformers' models that this module is a part of, the innermost first.
+def modules_around(model: nn.Module, experts: Iterable[nn.Module]) -> list[nn.Module]:
+    """Modules outside of a model that hold experts of it, at any depth, the smallest first.
 
-    A module does not know who holds it, and the garbage collector does: a module holds others in a
-    dict.
+    A module does not know who holds it, and the garbage collector knows all modules.
     """
-    if not any(isinstance(holder, dict) for holder in gc.get_referrers(module)):
-        return []
-    models = [m for m in gc.get_objects() if issubclass(type(m), PreTrainedModel)]
-    around = [m for m in models if m is not module and module in {*m.modules()}]
-    return sorted(around, key=lambda m: len([*m.modules()]))
+    holders: dict[int, list[nn.Module]] = {}
+    for m in gc.get_objects():
+        if issubclass(type(m), nn.Module):
+            for held in vars(m).get("_modules", {}).values():  # a failed __init__ leaves none
+                holders.setdefault(id(held), []).append(m)
+    found: dict[nn.Module, None] = {}
+    left, inside = [*experts], {*model.modules()}
+    while left:
+        for holder in holders.get(id(left.pop()), ()):
+            if holder not in found:
+                found[holder] = None
+                left.append(holder)
+    return sorted((m for m in found if m not in inside), key=lambda m: len([*m.modules()]))
 
 
 def separate_configs(
@@ -34,13 +41,15 @@ def separate_configs(
 ) -> None:
     """Give a model copies of its configurations: others that share them keep the objects.
 
-    The models around it get the same copies, so that theirs still contain that of a language model,
-    and ``set_experts_implementation`` and ``save_pretrained`` of the whole reach all of it. If
-    experts outside of the model share a configuration with those inside, the model gets further
-    copies.
+    The modules around it get the same copies, so that those of transformers' models still contain
+    that of a language model, and ``set_experts_implementation`` and ``save_pretrained`` of the
+    whole reach all of it. If experts outside of the model share a configuration with those inside,
+    the model gets further copies.
     """
     inside = {*model.modules()}
-    whole = dict.fromkeys(m for outer in (*around, model) for m in outer.modules())
+    whole = dict.fromkeys(model.modules())
+    for outer in around:
+        whole |= dict.fromkeys(outer.modules() if isinstance(outer, PreTrainedModel) else [outer])
     _copy_configs(whole)
     others = {id(c) for m in whole if m not in inside for c in _read_by_experts(m).values()}
     if any(id(config) in others for m in experts for config in _read_by_experts(m).values()):

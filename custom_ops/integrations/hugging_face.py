@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
 import grouped_linear.integrations.transformers  # noqa: F401  (refuses older versions of it)
-from grouped_linear.integrations.configurations import models_around, separate_configs
+from grouped_linear.integrations.configurations import modules_around, separate_configs
 from grouped_linear.integrations.converted_class import convert_class, is_converted
 from grouped_linear.integrations.experts_forward import (
     check_activation,
@@ -90,7 +90,7 @@ def convert(
 
     PEFT's adapters on them are grouped.
     """
-    around = models_around(model)
+    around = modules_around(model, experts.values())
     separate_configs(model, around, experts.values())
     _choose(model, experts, implementation_of(request))
     if adapted(model) & {*experts.values()}:  # PEFT is imported for such models alone
@@ -109,7 +109,8 @@ def convert(
             frozen = True
         elif of_module.weights is None:
             check_loads(module)
-    for root in (*_outermost(model), *around) if frozen else ():
+    models = [m for m in around if isinstance(m, PreTrainedModel)]
+    for root in (*_outermost(model), *models) if frozen else ():
         describe(root)
 
 
