@@ -760,15 +760,18 @@ def test_gradients_of_the_second_product(groups: Groups, device: str) -> None:
 
 @pytest.mark.parametrize("device", devices(*GRADIENT_OPS))
 def test_gradients_of_gathered_rows(device: str) -> None:
-    """A row that is gathered 400 times: its sum is one of float32, where BF16 stops at 256."""
+    """A row that is gathered 400 times: its sum is one of float32, where BF16 stops at 256.
+
+    Where out_dtype is float32 the gradient is, too, and GEMMs take it in a's dtype.
+    """
     groups = Groups((500, 0, 700), 1205, K=16, N=32)
     a, b = torch.randn(3, 16).to(BF16), torch.rand(3, 16, 32).to(BF16)
     rows_T, dy = torch.arange(groups.T) % 3, torch.rand(groups.T, 32).to(BF16)
     dy[groups.valid :] = torch.nan
     leaves = [t.to(device).requires_grad_() for t in (a, b)]
     offs, rows_there = groups.offs().to(device), rows_T.to(device)
-    y = ops.grouped_mm(*leaves, offs, rows=rows_there)
-    da, db = (t.cpu() for t in torch.autograd.grad(y, leaves, dy.to(device)))
+    y = ops.grouped_mm(*leaves, offs, out_dtype=FP32, rows=rows_there)
+    da, db = (t.cpu() for t in torch.autograd.grad(y, leaves, dy.float().to(device)))
     products = reference.grouped_mm(dy, b.mT, groups.offs())[: groups.valid]
     expected = torch.zeros(3, 16).double().index_add(0, rows_T[: groups.valid], products)
     # positive numbers: each product is rounded to 2^-9 of it, and their sum is
