@@ -307,6 +307,7 @@ def test_state_dicts_that_mean_something_else(kind: Any, weights: Any) -> None:
         cases["bfloat16 comes with scales"] = alone | {name: plain}
         narrower = plain[..., 16:]  # as many scales
         cases[rf"{name} must be \["] = {name: narrower}
+        cases["one is on the meta device"] = fits | {f"{name}_scale_inv": scale.to("meta")}
     for words, state in cases.items():
         with pytest.raises(RuntimeError, match=words):
             target.load_state_dict(state, strict=False)

@@ -373,6 +373,8 @@ class KeepsFrozen(nn.Module):
         for part_name, own, new in zip((name, name + SCALE), self._parts(name), bits, strict=True):
             if new.shape != own.shape:
                 raise ValueError(f"{part_name} must be {list(own.shape)}, got {list(new.shape)}")
+        if bits[0].is_meta != bits[1].is_meta:
+            raise ValueError("of numbers and scales one is on the meta device and the other not")
         return bits
 
 
