@@ -4,6 +4,7 @@ T rows, E groups, K features of h.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import hypothesis
@@ -362,3 +363,14 @@ def test_compiled(device: str) -> None:
         assert expected is not None
         end = groups.valid if actual.size(0) == groups.T else actual.size(0)
         assert_same_bits(actual[:end], expected[:end])
+
+
+def test_a_subclass_may_leave_out_the_checks() -> None:
+    @dataclass(frozen=True)
+    class Unchecked(SwiGLU):
+        def __post_init__(self) -> None:
+            pass
+
+    gate_up, offs = torch.randn(4, 32), torch.tensor([4]).int()
+    y = torch.compile(ops.swiglu, fullgraph=True)(gate_up, offs, Unchecked(limit=2.0))
+    assert_same_bits(y, ops.swiglu(gate_up, offs, SwiGLU(limit=2.0)))

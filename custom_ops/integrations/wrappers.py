@@ -98,11 +98,17 @@ def sizes_before_fsdp(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Siz
     for module in model.modules():
         if fsdp is None or not isinstance(module, fsdp.FSDPModule):
             continue
-        state: Any = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            for p in () if group is None else group.fsdp_params:
-                found[p._module_info.module, p._module_info.param_name] = p._orig_size
+        try:
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                for p in () if group is None else group.fsdp_params:
+                    found[p._module_info.module, p._module_info.param_name] = p._orig_size
+        except AttributeError as error:
+            raise RuntimeError(
+                f"watch: FSDP2 of torch {torch.__version__} keeps sizes of parameters under names "
+                f"that are not known here ({error}): watch the model before fully_shard"
+            ) from None
     return found
 
 

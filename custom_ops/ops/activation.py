@@ -5,7 +5,7 @@ Of a layer: R rows, F features inside an expert, G features that the first layer
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,6 +104,9 @@ class SwiGLU(Activation):
     interleaved: bool = False
     cubic: float = 0.0
 
+    #: The numbers, of which Dynamo makes constants; None where they are symbols of a graph.
+    _texts: ClassVar[Any] = None
+
     def __post_init__(self) -> None:
         """Check the numbers."""
         for name, number in (("alpha", self.alpha), ("beta", self.beta)):
@@ -117,11 +120,10 @@ class SwiGLU(Activation):
         cubic = self.cubic
         if not isinstance(cubic, int | float) or not 0 <= cubic <= FLOAT32_MAX:
             raise ValueError(f"SwiGLU: cubic must be finite and not negative, got {cubic!r}")
-        texts = None
         if not torch.compiler.is_compiling():  # numbers of a graph may be symbols, without a text
             numbers = self.alpha, self.beta, limit, cubic
             texts = [None if number is None else repr(float(number)) for number in numbers]
-        object.__setattr__(self, "_texts", texts)
+            object.__setattr__(self, "_texts", texts)
 
     @property
     def swiglu(self) -> "SwiGLU | None":
@@ -166,10 +168,9 @@ class SwiGLU(Activation):
 
         As :attr:`grouped_linear.Format.epsilon`, of which it says why.
         """
-        texts = self._texts  # type: ignore[attr-defined]
-        if texts is None or not torch.compiler.is_compiling():
+        if self._texts is None or not torch.compiler.is_compiling():
             return self.alpha, self.beta, self.limit, self.interleaved, self.cubic
-        alpha, beta, limit, cubic = texts
+        alpha, beta, limit, cubic = self._texts
         limit = None if limit is None else float(limit)
         return float(alpha), float(beta), limit, self.interleaved, float(cubic)
 
