@@ -1,7 +1,7 @@
 """Does a language model learn in FP8 what it learns in BF16? Losses of many runs, paired.
 
     python -m benchmarks.convergence --seeds 5 --tokens 100e6
-    python -m benchmarks.convergence --modes bf16 fp8 bf16_wgrad e5m2 --seeds 3
+    python -m benchmarks.convergence --modes bf16 fp8 bf16_wgrad e5m2_grad_output --seeds 3
     python -m benchmarks.convergence --modes bf16 fp8 --seeds 1 --tokens 1e9
     python -m benchmarks.convergence --modes bf16 --seeds 1 --tokens 1e9 --together
     python -m benchmarks.convergence --modes fp8 fp8_restarted --seeds 1
