@@ -412,7 +412,7 @@ def test_recorded_for_inference_and_trained_on() -> None:
 def test_log_probabilities_come_nearer(fp8_replays: bool, seed: int) -> None:
     """FP8 and BF16 choose differently for some tokens; with one's choices they differ less.
 
-    docs/reinforcement_learning.md quotes these numbers.
+    docs/inference.md quotes these numbers.
     """
     torch.manual_seed(seed)
     model = tiny(

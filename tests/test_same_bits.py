@@ -1,6 +1,6 @@
 """A token's expert output has the same bits alone, in any batch, trained, sampled or compiled.
 
-docs/determinism.md promises it; check_batch_invariant says where it holds.
+docs/compile.md promises it; check_batch_invariant says where it holds.
 
 T tokens, C experts chosen for a token, E experts, H features of a token, F inside an expert.
 """

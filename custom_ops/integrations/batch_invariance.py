@@ -18,7 +18,7 @@ def check_batch_invariant(model: nn.Module) -> None:
     alone, to the bit. It holds on a GPU for the recipes whose scales each row has for itself:
     ``Float8BlockScaling``, ``MXFP8BlockScaling`` and None; on a CPU with AVX-512 BF16 for
     ``Float8BlockScaling`` without adapters. It says nothing of other layers, as
-    attention. docs/determinism.md has the whole promise.
+    attention. docs/compile.md has the whole promise.
 
     Args:
         model: with layers of this package, or converted, on the device where it will run.

@@ -133,10 +133,10 @@ def replay_routing(model: nn.Module, routing: Routing | Tensor) -> Iterator[None
     """Have a model's tokens go to given experts, those that another model or call chose.
 
     The model's routers compute their logits, and of these the weights of the given experts, as they
-    always do, so gradients reach the routers; docs/reinforcement_learning.md says what decides
-    nothing here. A call with all S tokens of the sequences takes the routing as a whole. A call
-    with fewer goes on where the last one ended, as in ``generate``; gradients must be off then.
-    With activation checkpointing the backward belongs into the context, before the next routing.
+    always do, so gradients reach the routers; docs/inference.md says what decides nothing here. A
+    call with all S tokens of the sequences takes the routing as a whole. A call with fewer goes on
+    where the last one ended, as in ``generate``; gradients must be off then. With activation
+    checkpointing the backward belongs into the context, before the next routing.
 
     Args:
         model: see :func:`record_routing`.
