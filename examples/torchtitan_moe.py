@@ -6,7 +6,7 @@
 The block is the one of torchtitan's DeepSeek-V3 debug model: router, experts, shared
 expert. Each copy learns the same random function of its input. `convert` replaces the
 experts' forward; parameters, names and checkpoints stay torchtitan's. In a training of
-torchtitan's call it at the start of `parallelize_fn`: docs/plain_torch.md.
+torchtitan's call it at the start of `parallelize_fn`: docs/from_other_libraries.md.
 
 On a GPU the same script runs there. FP8 gains time from some 500 tokens an expert on:
 --tokens 16384.

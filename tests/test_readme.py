@@ -80,7 +80,7 @@ def test_examples_of_pages_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_every_argument_is_compared_with_transformer_engine() -> None:
-    page = (ROOT / "docs" / "from_transformer_engine.md").read_text()
+    page = (ROOT / "docs" / "from_other_libraries.md").read_text()
     signatures = map(inspect.signature, (te.GroupedLinear, te.GroupedLinear.forward))
     arguments = {name for signature in signatures for name in signature.parameters} - {"self"}
     assert not {name for name in arguments if not re.search(rf"`{name}\b", page)}

@@ -62,7 +62,7 @@ def convert(
     before anything is written. Convert after a checkpoint is loaded, before sharding,
     DistributedDataParallel and the optimizer. Parameters that learn go on to learn, except weights
     that ``weights="fp8"`` and ``"mxfp4"`` freeze. A converted model can be copied and pickled.
-    docs/models.md lists the models; docs/plain_torch.md and docs/inference.md describe other forms.
+    docs/models.md lists the models; docs/from_other_libraries.md has torchtitan's.
 
     Args:
         model: a model, or a module that is to be converted itself; torchtitan's experts may be on

@@ -48,7 +48,7 @@ class GroupedLinear(GroupedLayer):
             recipe there is nothing to cache.
         fuse_wgrad_accumulation: add weight gradients to ``main_grad``, an attribute of the weight
             (float32 or bfloat16, of its shape), in the GEMM itself, and leave ``grad`` alone.
-            docs/from_transformer_engine.md has the attributes that Megatron sets beside it.
+            docs/from_other_libraries.md has the attributes that Megatron sets beside it.
         weights: how the weight is kept. None: a plain tensor, which each call quantizes. "both": a
             ``GroupedTensorWithMaster``, a plain tensor and its FP8 numbers,
             which are made when it is written, as by an optimizer. "fp8": frozen in FP8 alone, under

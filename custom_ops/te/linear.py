@@ -38,7 +38,7 @@ class RngStateTracker(Protocol):
 class GroupedLinear(linear.GroupedLinear):
     """:class:`grouped_linear.GroupedLinear` with TransformerEngine's arguments, in its order.
 
-    The recipe is the layer's own, not a context's. docs/from_transformer_engine.md says argument by
+    The recipe is the layer's own, not a context's. docs/from_other_libraries.md says argument by
     argument what else differs.
 
     Args:

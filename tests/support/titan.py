@@ -88,7 +88,7 @@ def sum_in_force(model: nn.Module) -> None:
 
 
 def converting(parallelize: Callable[..., nn.Module], **how: Any) -> Callable[..., nn.Module]:
-    """As docs/plain_torch.md has it."""
+    """As docs/from_other_libraries.md has it."""
 
     def convert_and_parallelize(model: nn.Module, **options: Any) -> nn.Module:
         convert(model, **how)
