@@ -224,6 +224,42 @@ def test_special_logits(function: Any, normalize: bool, device: str) -> None:
 
 
 @DEVICES
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_experts_that_a_bias_chooses_far_below_the_largest(
+    function: Any, normalize: bool, dtype: torch.dtype, device: str
+) -> None:
+    """The formula's gradient, of every expert, where its epsilon counts and where it does not."""
+    below = torch.tensor([0.0, 10.0, 20.0, 30.0, 40.0, 46.0, 60.0, 80.0, 100.0]).repeat(20)
+    logits = torch.randn(len(below), 40)
+    logits[:, 5:] -= below[:, None]
+    bias = torch.rand(40) + torch.where(torch.arange(40) < 5, 0.0, 2.0)
+    logits, d = logits.to(dtype), torch.randn(len(below), 3)
+    options = {"score_function": function, "normalize": normalize, "scaling_factor": 2.5}
+
+    def gradient(device: str) -> tuple[Tensor, Tensor, Tensor]:
+        given = logits.to(device).requires_grad_()
+        weights, experts = ops.topk_experts(given, 3, bias.to(device), **options)
+        (d_logits,) = torch.autograd.grad(weights, given, d.to(device))
+        return weights.detach().cpu(), experts.cpu(), d_logits.cpu()
+
+    weights, experts, d_logits = gradient(device)
+    assert (experts >= 5).all()
+    for a, b in zip((weights, experts, d_logits), gradient("cpu"), strict=True):
+        assert_same_bits(a, b)
+    wide = logits.double().requires_grad_()
+    scores = reference.scores_of_experts(wide, function).gather(1, experts)
+    expected = reference.weights_of_experts(scores, normalize, 2.5)
+    (of_torch,) = torch.autograd.grad(expected, wide, d.double())
+    # A score below 1e-36 is 0, and epsilon 1e-20.
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-15)
+    largest = of_torch.abs().amax(1, keepdim=True) + 1e-10
+    step = 2**-8 if dtype == BF16 else 1e-5
+    torch.testing.assert_close(d_logits / largest, of_torch / largest, rtol=step, atol=1e-5)
+
+
+@DEVICES
 def test_weights_of_masked_experts_alone(device: str) -> None:
     """A row of -inf has no softmax, as in torch."""
     logits = torch.full((2, 4), -torch.inf, device=device)

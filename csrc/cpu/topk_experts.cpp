@@ -37,14 +37,14 @@ class Scores {
     max_ = logits_[0];
     for (const float logit : logits_)
       if (std::isnan(logit) || logit > max_) max_ = logit;
-    if (divides) {
-      const float sum = sum_by_lanes(size(), [&](int64_t e) { return (*this)[e]; });
-      sum_ = sum;
-    }
+    if (divides) sum_ = sum();
   }
   int64_t size() const { return static_cast<int64_t>(logits_.size()); }
   float operator[](int64_t e) const { return scoring_.score(logits_[e], max_, sum_); }
   float logit(int64_t e) const { return logits_[e]; }
+  float sum() const {
+    return sum_by_lanes(size(), [&](int64_t e) { return (*this)[e]; });
+  }
 
  private:
   Scoring scoring_;
@@ -104,17 +104,23 @@ Tensor topk_experts_grad(const Tensor& d_weights_in, const Tensor& logits_in,
   torch::stable::parallel_for(0, T, 1, [&](int64_t begin, int64_t end) {
     Scores scores(scoring, E);
     std::vector<float> row(E);
-    const bool dense = scoring.others_have_gradients();
     for (int64_t t = begin; t < end; ++t) {
+      bool dense = scoring.others_have_gradients();
       scores.load(logits, t, dense);
       const int64_t* chosen = experts.data() + t * k;
       const float* d_weight = d_weights.const_data_ptr<float>() + t * k;
       const float total = sum_by_lanes(k, [&](int64_t c) { return scores[chosen[c]]; });
       const float dot = sum_by_lanes(k, [&](int64_t c) { return d_weight[c] * scores[chosen[c]]; });
+      float epsilon = kWeightEpsilon, dot_of_others = dot;
+      if (scoring.epsilon_counts(total)) {
+        epsilon = kWeightEpsilon * scores.sum();
+        dot_of_others = scoring.dot_of_epsilon(total, dot, epsilon);
+        dense = true;
+      }
       for (int64_t e = 0; e < E; ++e)
-        row[e] = dense ? scoring.gradient_of_others(scores[e], dot) : 0.0f;
+        row[e] = dense ? scoring.gradient_of_others(scores[e], dot_of_others) : 0.0f;
       for (int64_t c = 0; c < k; ++c)
-        row[chosen[c]] = scoring.gradient(scores[chosen[c]], d_weight[c], total, dot);
+        row[chosen[c]] = scoring.gradient(scores[chosen[c]], d_weight[c], total, dot, epsilon);
       store_row(row.data(), E, logits.scalar_type(), row_of(d_logits, t));
     }
   });

@@ -132,13 +132,14 @@ __global__ void __launch_bounds__(kTopkThreads, kTopkBlocks<1>)
     for (int e = lane; e < E; e += 32) largest = ::max(largest, rank_of(logit(e)));
     max = score_of(__reduce_max_sync(kFullWarp, largest));
   }
-  const bool dense = scoring.others_have_gradients();
-  if (dense) {
+  const auto sum_of_scores = [&] {
     float of_lane = 0;
     for (int e = lane; e < E; e += 32)
       of_lane = __fadd_rn(of_lane, scoring.score(logit(e), max, 1));
-    sum = sum_of_warp(of_lane);
-  }
+    return sum_of_warp(of_lane);
+  };
+  bool dense = scoring.others_have_gradients();
+  if (dense) sum = sum_of_scores();
 
   float total = 0, dot = 0;
   for (int c = lane; c < k; c += 32) {
@@ -149,13 +150,22 @@ __global__ void __launch_bounds__(kTopkThreads, kTopkBlocks<1>)
     dot = __fadd_rn(dot, __fmul_rn(d_weights[c], s));
   }
   total = sum_of_warp(total), dot = sum_of_warp(dot);
-  for (int e = lane; e < E; e += 32)
-    row[e] = dense ? scoring.gradient_of_others(scoring.score(logit(e), max, sum), dot) : 0.0f;
+  float epsilon = kWeightEpsilon, dot_of_others = dot;
+  if (scoring.epsilon_counts(total)) {
+    epsilon = __fmul_rn(kWeightEpsilon, sum_of_scores());
+    dot_of_others = scoring.dot_of_epsilon(total, dot, epsilon);
+    dense = true;
+  }
+  const auto of_others = [&](int64_t e) {
+    return scoring.gradient_of_others(scoring.score(logit(e), max, sum), dot_of_others);
+  };
+  for (int e = lane; e < E; e += 32) row[e] = dense ? of_others(e) : 0.0f;
   __syncwarp();
   for (int c = lane; c < k; c += 32) {
     const int64_t e = experts[c];
     if (e < 0 || e >= E) continue;
-    row[e] = scoring.gradient(scoring.score(logit(e), max, sum), d_weights[c], total, dot);
+    const float s = scoring.score(logit(e), max, sum);
+    row[e] = scoring.gradient(s, d_weights[c], total, dot, epsilon);
   }
   __syncwarp();
   for (int e = lane; e < E; e += 32) d_logits[t * E + e] = static_cast<Element>(row[e]);
