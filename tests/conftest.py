@@ -74,11 +74,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.write_line(f"not generated: {count} cases that {reason}")
 
 
-def pytest_collection_finish() -> None:
-    """Modules and tests live as long as the process: no collection looks at these 800,000 objects.
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> None:
+    """Hide from the collector what earlier modules have left, which lives as long as the process.
 
-    It took half a second else, and a benchmark makes one for each candidate. Collections are rarer
-    than by default, which took a twentieth of a compile's time.
+    A collection takes half a second else, and convert's look at all objects a tenth. Collections
+    are rarer than by default, which took a twentieth of a compile's time.
     """
     gc.collect()
     gc.freeze()

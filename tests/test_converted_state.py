@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -42,6 +41,7 @@ from support.processes import (
     Passes,
     device,
     join,
+    started,
 )
 
 E4M3 = torch.float8_e4m3fn
@@ -198,9 +198,10 @@ def compute(rank: int, model: Any, expected: Tensor) -> None:
     assert torch.equal(logits(model), expected)
 
 
-def test_spawned_workers() -> None:
+def test_started_workers() -> None:
     model = converted("mixtral", "fp8")
-    join(mp.spawn(compute, (model, logits(model)), join=False), CHECK_SECONDS)
+    with started(compute, (model, logits(model)), "gloo", 1) as context:
+        join(context, CHECK_SECONDS)
 
 
 # --- two processes -------------------------------------------------------------------------------

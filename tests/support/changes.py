@@ -95,13 +95,14 @@ def changes(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Arguments]]:
         yield from ((good, dict.fromkeys(names)) for names in left_out)
         elsewhere = {n: v for sample in samples for n, v in sample.arguments.items()}
         yield from ((good, {n: v}) for n, v in elsewhere.items() if n not in given)
-        yield from ((good, resized) for resized in other_sizes(given))
+        groups = [1025] if good is samples[0] else []  # many: their tensors take a while
+        yield from ((good, resized) for resized in other_sizes(given, groups))
 
 
-def other_sizes(given: Arguments) -> Iterator[Arguments]:
+def other_sizes(given: Arguments, groups: list[int]) -> Iterator[Arguments]:
     """The tensors of each size, of another one: none, no multiple of 16, more, and too much."""
     sizes = {n for t in tree_leaves(given) if isinstance(t, Tensor) for n in t.shape if n > 2}
-    more = {3: [1025], 16: [528]}  # past the most that there may be of groups, and the rank
+    more = {3: groups, 16: [528]}  # past the most that there may be of groups, and the rank
     for size in sorted(sizes):
         for new in (0, size - 8 if size > 8 else 2, size + 16, *more.get(size, ())):
             resized = {n: with_size(value, size, new) for n, value in given.items()}
