@@ -8,6 +8,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+import torch._dynamo.guards
 
 pytest.register_assert_rewrite("support")  # a failed comparison there shows its values, too
 pytest_plugins = ["support.processes"]  # the fixture `passes`
@@ -17,6 +18,10 @@ pytest_plugins = ["support.processes"]  # the fixture `passes`
 M_PERTURB = -6  # malloc.h
 if hasattr(ctypes.CDLL(None), "mallopt"):
     ctypes.CDLL(None).mallopt(M_PERTURB, 0x80)
+
+# A collection after each compile, and a flush of the CPU's cache to time its guards, take 50 ms.
+torch._dynamo.config.run_gc_after_compile = False
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 # The same draws in every run. `pytest --hypothesis-profile=many` makes ten times as many.
 hypothesis.settings.register_profile(

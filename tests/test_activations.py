@@ -310,8 +310,7 @@ class SineInPlace(Sine):
         return super().backward(dh_RF, gate_up_RG)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("method", ["forward", "backward"])
+@pytest.mark.parametrize(("method", "dtype"), [("forward", FP32), ("backward", BF16)])
 def test_one_that_writes_gate_up(method: str, dtype: torch.dtype) -> None:
     """It is refused; in a graph it writes a copy."""
     options: dict[str, Any] = {"dtype": dtype, "bias": True}
@@ -321,7 +320,9 @@ def test_one_that_writes_gate_up(method: str, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         mlp = GroupedMLP(E, H, F, activation=activation, **options)
         x = torch.randn(T, H, dtype=dtype, requires_grad=True)
-        call: Any = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+        call: Any = mlp
+        if isinstance(activation, SineInPlace):
+            call = torch.compile(mlp, backend="aot_eager", fullgraph=True)
         call(x, *inputs).square().sum().backward()
         results.append([x.grad, *(p.grad for p in mlp.parameters())])
     for a, e in zip(*results, strict=True):

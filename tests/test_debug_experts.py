@@ -75,8 +75,10 @@ def loss_of(model: Any) -> Tensor:
 WEIGHTS = {GroupedExperts: ("w1", "w3", "w2"), FusedExperts: ("w13", "w2_EDF")}
 
 
-@pytest.mark.parametrize("name", ["none", "block", "delayed"])
-@pytest.mark.parametrize("experts", WEIGHTS)
+@pytest.mark.parametrize(
+    ("experts", "name"),
+    [(GroupedExperts, "none"), (FusedExperts, "block"), (GroupedExperts, "delayed")],
+)
 def test_watch_experts_in_one_module(experts: Any, name: str) -> None:
     """Eager and compiled count the same; the bits stay; every weight has a name and moves."""
     model, x = layers(experts, RECIPES[name]), rows()
@@ -102,15 +104,16 @@ def test_watch_experts_in_one_module(experts: Any, name: str) -> None:
         torch._dynamo.reset()
         model.zero_grad()
         seen.read()
-        torch.compile(model, fullgraph=True)(x).sum().backward()
+        torch.compile(model, fullgraph=True, backend="aot_eager")(x).sum().backward()
         again = seen.read()
         assert [r[:4] for r in again.experts] == [r[:4] for r in read.experts]
         for now, before in zip(again.experts, read.experts, strict=True):
-            assert now.amax == pytest.approx(before.amax, rel=0.02, nan_ok=True)  # Inductor's silu
+            assert now.amax == pytest.approx(before.amax, rel=1e-5, nan_ok=True)  # of silu
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["block", "mxfp8", "delayed"])
+@pytest.mark.parametrize(
+    ("name", "compiled"), [("block", True), ("mxfp8", False), ("delayed", False)]
+)
 def test_compare_experts_in_one_module(name: str, compiled: bool) -> None:
     model, x = layers(GroupedExperts, RECIPES[name]), rows()
     plain = copy.deepcopy(model)
@@ -175,7 +178,7 @@ def test_one_role_in_high_precision(recipe: Any, compiled: bool) -> None:
         layer = GroupedLinear(E, H, F, bias=False, recipe=one)
         leaf = x.clone().requires_grad_()
         torch._dynamo.reset()
-        call = torch.compile(layer, fullgraph=True) if compiled else layer
+        call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
         call(leaf, list(COUNTS)).backward(dy)
         results[kind] = call(leaf, list(COUNTS)).detach(), leaf.grad
     torch.testing.assert_close(results["own"][0], results["whole"][0], rtol=1e-3, atol=1e-4)
