@@ -4,7 +4,9 @@ Most tests use the aot_eager backend, which traces, partitions and functionalize
 Inductor itself is compiled where its output is the subject.
 """
 
+import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,10 +30,13 @@ from grouped_linear import (
     MXFP8BlockScaling,
     Recipe,
     SwiGLU,
+    grouped_linear,
     grouped_mlp,
     ops,
+    recipes,
     update_scales,
 )
+from grouped_linear.nn.lora import LoraWeights
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import DEVICES
 from support.layers import linear_of
@@ -107,7 +112,7 @@ def train(model: nn.Module, call: Callable[..., Tensor], device: str) -> list[Te
     return results + [p.detach() for p in (*model.parameters(), *model.buffers())]
 
 
-def compiles(module: nn.Module, **options: Any) -> tuple[Any, CompileCounterWithBackend]:
+def compiles(module: Callable[..., Any], **options: Any) -> tuple[Any, CompileCounterWithBackend]:
     counter = CompileCounterWithBackend(options.pop("backend", "aot_eager"))
     return torch.compile(module, fullgraph=True, backend=counter, **options), counter
 
@@ -292,12 +297,64 @@ def test_layers_share_an_activation(dynamic: bool | None) -> None:
         assert_all_same_bits(actual, expected)
 
 
-def test_numbers_of_adapters_are_constants() -> None:
-    """Dynamo makes inputs of floats with dynamic=True, and traces again to remove them."""
+def calls_with_numbers() -> dict[str, Callable[..., Any]]:
+    """Of x, its group sizes, and a routing; the objects are made before the graph, or in it."""
+    weight, a, b = torch.randn(E, N, K), torch.randn(E, 4, K), torch.randn(E, N, 4)
+    gate_up, down = torch.randn(E, 2 * N, K), torch.randn(E, K, N)
+    adapter, activation = LoraWeights(a, b, 0.5, 0.25), SwiGLU(1.702, 1.0, 7.0)
+    recipe = Float8BlockScaling(amax_epsilon=2.0**-9)
     layer = GroupedLinear(E, K, N, lora=Lora(4, alpha=6, dropout=0.5))
-    compiled, counter = compiles(layer, dynamic=True)
-    compiled(torch.randn(T, K), torch.tensor(SPLITS[0])).sum().backward()
+    mlp = GroupedMLP(E, K, N, recipe=recipe, activation=activation)
+    scores: Any = {"score_function": "softmax"}
+    return {
+        "Lora": lambda x, splits, *_: layer(x, splits),
+        "LoraWeights": lambda x, splits, *_: grouped_linear(x, weight, splits, lora=adapter),
+        "LoraWeights in it": lambda x, splits, *_: grouped_linear(
+            x, weight, splits, lora=LoraWeights(a, b)
+        ),
+        "recipe and activation": lambda x, splits, *routing: mlp(x, *routing),
+        "recipe in it": lambda x, splits, *_: grouped_linear(
+            x, weight, splits, recipe=Float8CurrentScaling()
+        ),
+        "activation in it": lambda x, splits, *routing: grouped_mlp(
+            x, *routing, gate_up, down, activation=SwiGLU(limit=7.0)
+        ),
+        "router": lambda x, *_: ops.topk_experts(x, 2, **scores),
+        "router's gradient": lambda x, splits, weights, experts: ops.topk_experts_grad(
+            weights, x.detach(), experts, **scores
+        ),
+        "block": lambda x, *_: ops.group_quantize(x.detach(), torch.tensor([8, 20, 40]).int()),
+    }
+
+
+@pytest.mark.parametrize("name", calls_with_numbers())
+def test_numbers_are_constants(name: str) -> None:
+    """Dynamo makes inputs of floats with dynamic=True, and traces again to remove them."""
+    compiled, counter = compiles(calls_with_numbers()[name], dynamic=True)
+    for tokens in (40, 56):
+        x = torch.randn(tokens, K, requires_grad=True)
+        splits = torch.tensor([tokens // 2, 0, tokens - tokens // 2])
+        y = compiled(x, splits, torch.rand(tokens, 2), torch.randint(E, (tokens, 2)))
+        first = y if isinstance(y, Tensor) else y[0]
+        if first.requires_grad:
+            first.sum().backward()
     assert counter.frame_count == 1
+
+
+def test_no_default_is_a_float() -> None:
+    """Which Dynamo would make an input of; the integers 0 and 1 stay constants."""
+    modules: Any = sys.modules["grouped_linear"], ops, recipes
+    public = {getattr(module, name) for module in modules for name in module.__all__}
+    floats = {
+        (call.__name__, name)
+        for call in (*public, LoraWeights)
+        if inspect.isfunction(call) or isinstance(call, type)
+        for name, parameter in inspect.signature(call).parameters.items()
+        if isinstance(parameter.default, float)
+    }
+    # A graph gives the numbers of its optimizer.
+    adam = "lr", "beta1", "beta2", "weight_decay", "eps"
+    assert floats == {("adam_weight_", name) for name in adam}
 
 
 def test_an_activation_that_is_made_in_the_graph() -> None:

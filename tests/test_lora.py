@@ -5,6 +5,7 @@ token, F features inside an expert, G = 2 F or F, K in_features, N out_features,
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -128,7 +129,7 @@ def composed_sorted(
         y = grouped_linear(h, w2, torch.tensor(splits), b2, recipe)
         down = lora["down_lora"]
         if down is not None and drop:
-            return y + adapted(h * factor, down._replace(dropout=0.0), splits)
+            return y + adapted(h * factor, replace(down, dropout=0), splits)
         return y + adapted(h, down, splits)
 
     return call

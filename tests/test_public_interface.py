@@ -89,12 +89,12 @@ def test_arguments() -> None:
         """\
 Activation()
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
-Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=True,
+Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0, share_x_scales=True,
     wgrad=torch.float8_e4m3fn, *, requantize_weights=False)
-Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0.0,
+Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0,
     gradient_dtype=torch.float8_e4m3fn, *, requantize_weights=False)
-Format(dtype=None, scaling=None, power_of_two_scales=False, amax_epsilon=0.0,
-    share_scales=False, wgrad_dtype=None, quantize=None, state=None, records=True, watched=None)
+Format(dtype=None, scaling=None, power_of_two_scales=False, amax_epsilon=0, share_scales=False,
+    wgrad_dtype=None, quantize=None, state=None, records=True, watched=None)
 GeGLU(approximate='none')
 GroupedLinear(num_experts, in_features, out_features, bias=True, device=None, dtype=None, *,
     recipe=None, cache_weights=False, fuse_wgrad_accumulation=False, weights=None, lora=None)
@@ -103,28 +103,28 @@ GroupedLinear.from_linears(linears, *, recipe=None, weights=None, cache_weights=
     fuse_wgrad_accumulation=False)
 GroupedLinear.reset_parameters()
 GroupedMLP(num_experts, hidden_size, intermediate_size, *, bias=False,
-    activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0),
+    activation=SwiGLU(alpha=1, beta=0, limit=None, interleaved=False, cubic=0),
     save_gate_up_in_fp8=False, recipe=None, cache_weights=False, fuse_wgrad_accumulation=False,
     weights=None, lora=None, dtype=None, device=None)
 GroupedMLP.forward(x, top_k_weights, top_k_index, is_first_microbatch=None, *, max_rows=None)
 GroupedMLP.from_experts(experts, *, recipe=None, weights=None, cache_weights=False,
     fuse_wgrad_accumulation=False, save_gate_up_in_fp8=False)
 GroupedMLP.reset_parameters()
-Lora(rank, alpha=None, dropout=0.0, rslora=False, dtype=None)
+Lora(rank, alpha=None, dropout=0, rslora=False, dtype=None)
 MXFP8BlockScaling()
 SquaredReLU()
-SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0)
+SwiGLU(alpha=1, beta=0, limit=None, interleaved=False, cubic=0)
 check_batch_invariant(model)
 compare(model, step, *, roles=False, compiled=False)
 convert(model, recipe=None, *, weights=None, recipes=None, save_gate_up_in_fp8=False)
 grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None, *, lora=None)
 grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None, state=None, *,
-    gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0, beta=0.0,
-    limit=None, interleaved=False, cubic=0.0), max_rows=None, save_gate_up_in_fp8=False,
-    gate_up_lora=None, down_lora=None)
+    gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1, beta=0, limit=None,
+    interleaved=False, cubic=0), max_rows=None, save_gate_up_in_fp8=False, gate_up_lora=None,
+    down_lora=None)
 grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj, row_weights=None, recipe=None,
-    state=None, *, gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0,
-    beta=0.0, limit=None, interleaved=False, cubic=0.0), save_gate_up_in_fp8=False,
+    state=None, *, gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1,
+    beta=0, limit=None, interleaved=False, cubic=0), save_gate_up_in_fp8=False,
     gate_up_lora=None, down_lora=None)
 record_routing(model, batch_size, max_tokens, *, weights=False)
 replay_routing(model, routing)

@@ -42,8 +42,7 @@ class Adapter(NamedTuple):
     mask: Tensor | None
     """Dropout's factors of the adapter's input; None without dropout."""
     dropout: float
-    """The probability by which a call draws the mask. It has no default: Dynamo makes an input of
-    a default float with ``dynamic=True``, and traces again to remove it."""
+    """The probability by which a call draws the mask."""
 
     def input(self, x: Tensor) -> Tensor:
         """x after dropout, which A multiplies."""

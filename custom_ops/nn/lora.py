@@ -5,19 +5,21 @@ E groups (experts), K in_features, N out_features, r the rank.
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grouped_linear.autograd.low_rank import Adapter
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
+from grouped_linear.ops.constants import constant, keep_constants
 from grouped_linear.recipes.format import check_flags
 
 MAX_RANK = 256
 
 
-class LoraWeights(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class LoraWeights:
     """The adapter of one projection: ``y[t] += scaling * (x[t] @ a[e].T) @ b[e].T``.
 
     Several adapters of one projection are passed as one, whose rank is the sum of theirs: each
@@ -28,9 +30,16 @@ class LoraWeights(NamedTuple):
     """[E, r, K] bfloat16, float16 or float32, r from 1 to 256."""
     b: Tensor
     """[E, N, r]."""
-    scaling: float = 1.0
-    dropout: float = 0.0
+    scaling: float = 1
+    dropout: float = 0
     """The probability with which a feature of the adapter's input is zeroed; 0 for none."""
+
+    def __post_init__(self) -> None:
+        keep_constants(self, "scaling", "dropout")
+
+
+# FSDP2's hooks and torch.export look for tensors in arguments.
+torch.export.register_dataclass(LoraWeights)
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class Lora:
 
     rank: int
     alpha: float | None = None
-    dropout: float = 0.0
+    dropout: float = 0
     rslora: bool = False
     dtype: torch.dtype | None = None
 
@@ -81,7 +90,7 @@ class Lora:
             raise ValueError(
                 f"Lora: dtype must be None, bfloat16, float16 or float32, got {self.dtype!r}"
             )
-        object.__setattr__(self, "_texts", (repr(float(self.scaling)), repr(float(self.dropout))))
+        keep_constants(self, "scaling", "dropout")
 
     @property
     def scaling(self) -> float:
@@ -90,12 +99,9 @@ class Lora:
         return alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def adapter(self, a_ErK: Tensor, b_ENr: Tensor, training: bool) -> Adapter:
-        """The adapter of a call, whose numbers are constants for Dynamo.
-
-        As :attr:`grouped_linear.Format.epsilon`, of which it says why.
-        """
-        scaling, dropout = self._texts  # type: ignore[attr-defined]
-        return Adapter(a_ErK, b_ENr, float(scaling), None, float(dropout) if training else 0.0)
+        """The adapter of a call, whose numbers are constants for Dynamo."""
+        dropout = constant(self, "dropout") if training else 0
+        return Adapter(a_ErK, b_ENr, constant(self, "scaling"), None, dropout)
 
 
 def adapter_of(op: str, name: str, lora: Any) -> Adapter | None:
@@ -104,7 +110,7 @@ def adapter_of(op: str, name: str, lora: Any) -> Adapter | None:
         return None
     if not isinstance(lora, LoraWeights):
         raise TypeError(f"{op}: {name} must be None or a LoraWeights, got {type(lora).__name__}")
-    return Adapter(lora.a, lora.b, lora.scaling, None, lora.dropout)
+    return Adapter(lora.a, lora.b, constant(lora, "scaling"), None, constant(lora, "dropout"))
 
 
 def is_number(value: Any) -> bool:

@@ -5,12 +5,12 @@ Of a layer: R rows, F features inside an expert, G features that the first layer
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grouped_linear.meta_kernels.rules import FLOAT32_MAX
+from grouped_linear.ops.constants import constant, keep_constants
 from grouped_linear.ops.gradients import OPS
 from grouped_linear.ops.quantize import requested
 
@@ -98,19 +98,17 @@ class SwiGLU(Activation):
     tensor(3.5232)
     """
 
-    alpha: float = 1.0
-    beta: float = 0.0
+    alpha: float = 1
+    beta: float = 0
     limit: float | None = None
     interleaved: bool = False
-    cubic: float = 0.0
-
-    #: The numbers, of which Dynamo makes constants; None where they are symbols of a graph.
-    _texts: ClassVar[Any] = None
+    cubic: float = 0
 
     def __post_init__(self) -> None:
         """Check the numbers."""
+        largest = torch.finfo(torch.float32).max  # a float of a module would not be a constant
         for name, number in (("alpha", self.alpha), ("beta", self.beta)):
-            if not isinstance(number, int | float) or not abs(number) <= FLOAT32_MAX:
+            if not isinstance(number, int | float) or not abs(number) <= largest:
                 raise ValueError(f"SwiGLU: {name} must be finite, got {number!r}")
         limit = self.limit
         if limit is not None and not (isinstance(limit, int | float) and limit > 0):
@@ -118,12 +116,9 @@ class SwiGLU(Activation):
         if not isinstance(self.interleaved, bool):
             raise ValueError(f"SwiGLU: interleaved must be True or False, got {self.interleaved!r}")
         cubic = self.cubic
-        if not isinstance(cubic, int | float) or not 0 <= cubic <= FLOAT32_MAX:
+        if not isinstance(cubic, int | float) or not 0 <= cubic <= largest:
             raise ValueError(f"SwiGLU: cubic must be finite and not negative, got {cubic!r}")
-        if not torch.compiler.is_compiling():  # numbers of a graph may be symbols, without a text
-            numbers = self.alpha, self.beta, limit, cubic
-            texts = [None if number is None else repr(float(number)) for number in numbers]
-            object.__setattr__(self, "_texts", texts)
+        keep_constants(self, "alpha", "beta", "limit", "cubic")
 
     @property
     def swiglu(self) -> "SwiGLU | None":
@@ -164,15 +159,11 @@ class SwiGLU(Activation):
 
     @property
     def arguments(self) -> tuple[float, float, float | None, bool, float]:
-        """What ops take: alpha, beta, limit, interleaved, cubic; constants for Dynamo.
-
-        As :attr:`grouped_linear.Format.epsilon`, of which it says why.
-        """
-        if self._texts is None or not torch.compiler.is_compiling():
+        """What ops take: alpha, beta, limit, interleaved, cubic; constants for Dynamo."""
+        if not torch.compiler.is_compiling():
             return self.alpha, self.beta, self.limit, self.interleaved, self.cubic
-        alpha, beta, limit, cubic = self._texts
-        limit = None if limit is None else float(limit)
-        return float(alpha), float(beta), limit, self.interleaved, float(cubic)
+        alpha, beta, limit, cubic = (constant(self, n) for n in ("alpha", "beta", "limit", "cubic"))
+        return alpha, beta, limit, self.interleaved, cubic
 
 
 PLAIN = SwiGLU()
@@ -356,7 +347,7 @@ def group_quantize_swiglu(
     gate_up: Tensor,
     offs: Tensor,
     *,
-    amax_epsilon: float = 0.0,
+    amax_epsilon: float = 0,
     power_of_two_scales: bool = True,
     rowwise: bool = True,
     columnwise: bool = False,
@@ -399,7 +390,7 @@ def group_quantize_swiglu_grad(
     weight: Tensor,
     offs: Tensor,
     *,
-    amax_epsilon: float = 0.0,
+    amax_epsilon: float = 0,
     power_of_two_scales: bool = True,
     rowwise: bool = True,
     columnwise: bool = False,

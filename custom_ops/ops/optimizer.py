@@ -29,7 +29,7 @@ def adam_weight_(
     eps: float = 1e-8,
     decoupled_weight_decay: bool = True,
     maximize: bool = False,
-    amax_epsilon: float = 0.0,
+    amax_epsilon: float = 0,
     power_of_two_scales: bool = True,
 ) -> None:
     """Take a step of AdamW or Adam over a weight and its FP8 numbers, in one pass.

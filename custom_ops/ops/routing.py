@@ -76,7 +76,7 @@ def topk_experts(
     *,
     score_function: Literal["none", "softmax", "sigmoid"] = "none",
     normalize: bool = False,
-    scaling_factor: float = 1.0,
+    scaling_factor: float = 1,
 ) -> tuple[Tensor, Tensor]:
     """Choose the k experts with the largest scores, the largest first, and weigh them: a router.
 
@@ -144,7 +144,7 @@ def topk_experts_grad(
     *,
     score_function: Literal["none", "softmax", "sigmoid"] = "none",
     normalize: bool = False,
-    scaling_factor: float = 1.0,
+    scaling_factor: float = 1,
 ) -> Tensor:
     """The gradient of :func:`topk_experts` by its logits, which computes the scores again.
 

@@ -18,7 +18,7 @@ def refresh_weight_(
     w: Tensor | Sequence[Tensor],
     refresh: Tensor | None = None,
     *,
-    amax_epsilon: float = 0.0,
+    amax_epsilon: float = 0,
     power_of_two_scales: bool = True,
 ) -> None:
     """Quantize a weight into the tensors of an earlier :func:`quantize_weight`.
@@ -53,7 +53,7 @@ def refresh_weight_current_(
     w: Tensor | Sequence[Tensor],
     refresh: Tensor | None = None,
     *,
-    amax_epsilon: float = 0.0,
+    amax_epsilon: float = 0,
     power_of_two_scales: bool = False,
 ) -> None:
     """Quantize a weight into the tensors of an earlier :func:`quantize_weight_current`.

@@ -26,7 +26,7 @@ class WeightQuantized(NamedTuple):
 def quantize_weight(
     w: Tensor,
     *,
-    amax_epsilon: float = 0.0,
+    amax_epsilon: float = 0,
     power_of_two_scales: bool = True,
     columnwise: bool = True,
     rowwise: bool = True,
@@ -76,7 +76,7 @@ def transpose_weight(q: Tensor) -> Tensor:
 def quantize_weight_list(
     w: Sequence[Tensor],
     *,
-    amax_epsilon: float = 0.0,
+    amax_epsilon: float = 0,
     power_of_two_scales: bool = True,
     columnwise: bool = True,
 ) -> WeightQuantized:
@@ -104,7 +104,7 @@ def quantize_weight_list(
 def quantize_weight_current(
     w: Tensor,
     *,
-    amax_epsilon: float = 0.0,
+    amax_epsilon: float = 0,
     power_of_two_scales: bool = False,
     columnwise: bool = True,
 ) -> WeightQuantized:

@@ -61,7 +61,7 @@ class Float8BlockScaling(Recipe):
     weight: Format = field(init=False, compare=False)
     grad_output: Format = field(init=False, compare=False)
     power_of_two_scales: bool = True
-    amax_epsilon: float = 0.0
+    amax_epsilon: float = 0
     share_x_scales: bool = True
     wgrad: torch.dtype = E4M3
     requantize_weights: bool = field(default=False, kw_only=True)

@@ -39,7 +39,7 @@ class Float8CurrentScaling(Recipe):
     weight: Format = field(init=False, compare=False)
     grad_output: Format = field(init=False, compare=False)
     power_of_two_scales: bool = False
-    amax_epsilon: float = 0.0
+    amax_epsilon: float = 0
     gradient_dtype: torch.dtype = E4M3
     requantize_weights: bool = field(default=False, kw_only=True)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, FP8, dtype_name
+from grouped_linear.ops.constants import constant, keep_constants
 
 #: A layer's weight: one tensor [E, N, K], or E tensors [N, K].
 WeightList = tuple[Tensor, ...]
@@ -163,7 +164,7 @@ class Format:
     dtype: torch.dtype | None = None
     scaling: Literal["block", "group", "delayed", "mx"] | None = None
     power_of_two_scales: bool = False
-    amax_epsilon: float = 0.0
+    amax_epsilon: float = 0
     share_scales: bool = False
     wgrad_dtype: torch.dtype | None = None
     quantize: Callable[[Tensor, Tensor | None, Layouts], Operands | Tensor] | None = None
@@ -200,7 +201,7 @@ class Format:
             raise ValueError(
                 "Format: quantize takes the place of dtype and scaling: leave these out"
             )
-        object.__setattr__(self, "_epsilon_text", repr(float(self.amax_epsilon)))
+        keep_constants(self, "amax_epsilon")
         options = tuple(getattr(self, o.name) for o in fields(self) if o.compare)
         object.__setattr__(self, "_compared", options)
 
@@ -242,14 +243,9 @@ class Format:
 
     @property
     def epsilon(self) -> float:
-        """``amax_epsilon`` for an op, as a constant for Dynamo.
-
-        Dynamo makes a float that changes, or any float with ``dynamic=True``, an input of the graph
-        on the CPU. It then cannot compile two layers of one recipe (torch 2.13). A string stays a
-        constant.
-        """
-        text: str = self._epsilon_text  # type: ignore[attr-defined]
-        return float(text)
+        """``amax_epsilon`` for an op, as a constant for Dynamo."""
+        epsilon: float = constant(self, "amax_epsilon")
+        return epsilon
 
     @property
     def scale_options(self) -> dict[str, Any]:

@@ -1,0 +1,32 @@
+"""Numbers of options, which stay constants for Dynamo.
+
+With ``dynamic=True``, and where a number has changed, Dynamo makes an input of the graph of each
+float that it reads from an object or a default (torch 2.11 to 2.14). What an op takes cannot be
+one: Dynamo traces a second time without it, and cannot compile two layers of one recipe. A string
+stays a constant, and so do 0 and 1 as integers, which defaults therefore are.
+"""
+
+from numbers import Real
+from typing import Any
+
+import torch
+
+
+def keep_constants(instance: object, *names: str) -> None:
+    """Keep numbers of a frozen dataclass as texts, at the end of its ``__post_init__``.
+
+    Not in a graph, where they may be symbols, without a text.
+    """
+    texts = {}
+    if not torch.compiler.is_compiling():
+        for name in names:
+            number = getattr(instance, name)
+            if isinstance(number, Real) and not isinstance(number, bool):
+                texts[name] = repr(float(number))
+    object.__setattr__(instance, "_texts", texts)
+
+
+def constant(instance: Any, name: str) -> Any:
+    """A number of which a text was kept, or whatever else the attribute is."""
+    text = getattr(instance, "_texts", {}).get(name)  # a subclass may leave out __post_init__
+    return getattr(instance, name) if text is None else float(text)
