@@ -75,7 +75,10 @@ def _link(name: str, obj: griffe.Object) -> str:
     name = name.lstrip("~")
     first, *rest = name.split(".")
     cls = obj if obj.is_class else obj.parent
-    if first == "grouped_linear":
+    entry = ENTRIES.get(name.rsplit(".", 1)[-1], "")
+    if entry and len(set(entry.split(".")[-2:])) == 1:  # griffe finds the file of this name first
+        identifier = entry
+    elif first == "grouped_linear":
         identifier = name
     elif cls is not None and cls.is_class and first in cls.all_members:
         identifier = ".".join([cls.all_members[first].canonical_path, *rest])
@@ -146,11 +149,23 @@ def _shown_bases(cls: griffe.Class) -> list[Any]:
     return shown
 
 
+def _comments_above(attribute: griffe.Object) -> griffe.Docstring | None:
+    """The comments ``#:`` above a constant, which are its docstring."""
+    if not attribute.lineno or not isinstance(attribute.filepath, Path):
+        return None
+    before, comments = attribute.filepath.read_text().splitlines()[: attribute.lineno - 1], []
+    while before and before[-1].startswith("#: "):
+        comments.insert(0, before.pop().removeprefix("#: "))
+    return griffe.Docstring("\n".join(comments), parent=attribute) if comments else None
+
+
 class Docstrings(griffe.Extension):
     """The few forms of reStructuredText in our docstrings, as Markdown."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite an object's docstring before it is parsed."""
+        if obj.docstring is None and obj.is_attribute:
+            obj.docstring = _comments_above(obj)
         if obj.docstring is None:
             return
         text = re.sub(r"^=+ +=+\n.*?^=+ +=+$", _table, obj.docstring.value, flags=re.DOTALL | re.M)

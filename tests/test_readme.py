@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -160,13 +161,37 @@ def test_files_to_read_first_exist() -> None:
     assert all((ROOT / file).is_file() for file in files)
 
 
-def test_reference_has_every_public_name() -> None:
+def entries_of_reference() -> set[str]:
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
-    listed = set(re.findall(r"^::: grouped_linear\.(\S+)$", pages, re.MULTILINE))
+    return set(re.findall(r"^::: grouped_linear\.(\S+)$", pages, re.MULTILINE))
+
+
+def test_reference_has_every_public_name() -> None:
+    listed = entries_of_reference()
     for module in (grouped_linear, ops, recipes, parallel):
         path = module.__name__.removeprefix("grouped_linear").lstrip(".")
         for name in module.__all__:
-            if isinstance(getattr(module, name), ModuleType):
+            value = getattr(module, name)
+            if isinstance(value, ModuleType):
                 continue
             # What the package's front has too is listed once, as users import it.
-            assert name in listed or f"{path}.{name}" in listed, f"{path}.{name}"
+            by_file = f"{getattr(value, '__module__', '')}.{name}".removeprefix("grouped_linear.")
+            assert listed & {name, f"{path}.{name}".lstrip("."), by_file}, f"{path}.{name}"
+
+
+def test_reference_shows_functions_and_not_their_files() -> None:
+    """Of a function and a file of one name the site finds the file, with all that it has inside."""
+    for entry in entries_of_reference():
+        path, _, name = entry.rpartition(".")
+        if path.startswith("integrations."):  # which import other packages
+            continue
+        try:
+            module: Any = import_module(f"grouped_linear.{path}".rstrip("."))
+        except ImportError:  # a method
+            continue
+        value = getattr(module, name)
+        assert not isinstance(value, ModuleType), entry
+        if inspect.isfunction(value):
+            package, _, last = value.__module__.rpartition(".")
+            is_hidden = getattr(import_module(package), last) is value
+            assert not is_hidden or module.__name__ == value.__module__, entry
