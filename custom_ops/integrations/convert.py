@@ -59,10 +59,11 @@ def convert(
     :meth:`grouped_linear.GroupedLinear.from_linears` make a layer of one.
 
     A model is converted as a whole or not at all, unless memory runs out: everything is checked
-    before anything is written. Convert after a checkpoint is loaded, before sharding,
-    DistributedDataParallel and the optimizer. Parameters that learn go on to learn, except weights
-    that ``weights="fp8"`` and ``"mxfp4"`` freeze. A converted model can be copied and pickled.
-    docs/models.md lists the models; docs/from_other_libraries.md has torchtitan's.
+    before anything is written. Convert after a checkpoint is loaded, and before sharding and
+    DistributedDataParallel. Parameters that learn go on to learn, in an optimizer that was made
+    before, too, except weights that ``weights="fp8"`` and ``"mxfp4"`` freeze; a warning says if
+    the optimizer must be made again. A converted model can be copied and pickled. docs/models.md
+    lists the models; docs/from_other_libraries.md has torchtitan's.
 
     Args:
         model: a model, or a module that is to be converted itself; torchtitan's experts may be on

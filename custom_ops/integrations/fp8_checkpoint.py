@@ -276,7 +276,7 @@ def fp8_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     Raises:
         ValueError: for experts that are not kept in FP8 blocks, for weights that are sharded or
             have adapters beside them, and for experts that the format cannot hold: with biases,
-            stored transposed, or of another number of features than a multiple of 128.
+            stored transposed, or of an intermediate size that is no multiple of 128.
 
     >>> from grouped_linear import Float8BlockScaling, convert
     >>> from transformers import MixtralConfig, MixtralForCausalLM

@@ -37,7 +37,7 @@ def grouped_linear(
     *,
     lora: LoraWeights | None = None,
 ) -> Tensor:
-    """Apply to each group of rows its own linear layer. Differentiable.
+    """One linear layer for each group of rows, as a function. Differentiable.
 
     For group e and its rows t: ``y[t] = x[t] @ weight[e].T + bias[e]``. Group sizes are data: they
     may be unaligned or zero, and their sum may be less than the number of rows. An adapter adds
@@ -67,7 +67,8 @@ def grouped_linear(
         RuntimeError: for a wrong shape, dtype, device or size, and on CPU for wrong m_splits.
         TypeError: for an argument that is no tensor, or no adapter.
         ValueError: if ``recipe`` is no recipe, if its state is missing, if there is a state and no
-            recipe that has one.
+            recipe that has one, and for a weight that FSDP2 gathered in FP8 under a recipe whose
+            weights have other scales.
 
     >>> x, weight = torch.randn(5, 16), torch.randn(2, 32, 16)
     >>> y = grouped_linear(x, weight, torch.tensor([2, 3]))

@@ -42,7 +42,7 @@ class GroupedLinear(GroupedLayer):
             ``reset_parameters()``.
         dtype: of the parameters.
         recipe: how GEMMs are computed, for example ``Float8BlockScaling()``; None computes in the
-            activations' dtype. See :class:`grouped_linear.Recipe`.
+            activations' dtype. docs/recipes.md says which to take.
         cache_weights: keep memory for the quantized weight, so that ``is_first_microbatch`` can
             reuse it from one micro-batch to the next. It is none of the layer's buffers. Without a
             recipe there is nothing to cache.
@@ -62,11 +62,11 @@ class GroupedLinear(GroupedLayer):
         num_experts, in_features, out_features, recipe, weights: as given.
         weight: [E, N, K]; frozen in FP8, the numbers' bytes in uint8, see :meth:`dequantize`; in
             MXFP4 two codes a byte, [E, N, K / 2].
-        weight_scale_inv: [E, ceil(N / 128), ceil(K / 128)] int32, the bits of the float32 scales,
-            where the weight is frozen in FP8.
+        weight_scale_inv: the scales of a frozen weight: in FP8 [E, ceil(N / 128), ceil(K / 128)]
+            int32, the bits of float32 numbers; in MXFP4 [E, N, K / 32] uint8.
         bias: [E, N], or None.
-        weight_lora_a: [E, r, K], where there is an adapter.
-        weight_lora_b: [E, N, r], the same.
+        weight_lora_a: [E, r, K], the adapter's A, where there is one.
+        weight_lora_b: [E, N, r], the adapter's B.
         weight_state: what the recipe keeps from step to step: under ``DelayedScaling`` a
             :class:`grouped_linear.recipes.DelayedScalingState`; None under a recipe without state.
         weight_cache: the cached weight, see

@@ -55,13 +55,14 @@ class GroupedMLP(GroupedLayer):
         gate_up_proj: [E, 2 F, H]: gate, then up, or as activation says; [E, F, H] for one without a
             gate.
         down_proj: [E, H, F].
-        gate_up_proj_scale_inv, down_proj_scale_inv: of weights that are frozen in FP8, see
+        gate_up_proj_scale_inv, down_proj_scale_inv: the scales of frozen weights, see
             ``weight_scale_inv`` of :class:`grouped_linear.GroupedLinear`.
         gate_up_proj_bias: [E, 2 F] or [E, F], or None.
         down_proj_bias: [E, H], or None.
-        gate_up_proj_lora_a, gate_up_proj_lora_b: [E, r, H] and [E, 2 F, r] or [E, F, r], where
-            there is an adapter.
-        down_proj_lora_a, down_proj_lora_b: [E, r, F] and [E, H, r], the same.
+        gate_up_proj_lora_a: [E, r, H], the adapter's A, where there is one.
+        gate_up_proj_lora_b: [E, 2 F, r] or [E, F, r], the adapter's B.
+        down_proj_lora_a: [E, r, F].
+        down_proj_lora_b: [E, H, r].
         gate_up_proj_state, down_proj_state: see ``weight_state`` of
             :class:`grouped_linear.GroupedLinear`.
         gate_up_proj_cache, down_proj_cache: see ``weight_cache`` there.

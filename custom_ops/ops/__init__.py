@@ -4,8 +4,10 @@
 ``routing``     group sizes to offsets; experts chosen; tokens sorted by them, gathered, summed back
 ``quantize``    activations and gradients to FP8, group by group, and back
 ``weight``      weights to FP8
+``mxfp4``       weights to MXFP4 and back, and GEMMs of them
 ``activation``  SwiGLU and its gradient, alone or fused with quantization
 ``gemm``        grouped GEMMs for fprop, dgrad and wgrad, quantized or not; the bias gradient
+``swiglu_gemm`` grouped GEMMs fused with SwiGLU or its gradient
 ``state``       what a layer keeps between calls: cached weights, scales of delayed scaling
 ``optimizer``   a step of Adam over a quantized weight
 ``watch``       what quantization does to an operand, counted on the device
@@ -18,8 +20,8 @@ T rows (tokens, or a fixed capacity), E groups (experts), K in_features, N out_f
 group e owns the rows [offs[e-1], offs[e]). Inputs at and past ``offs[-1]`` are ignored, and outputs
 are zero there. ``scale`` multiplies to dequantize: ``x ~ q * scale``.
 
-``grouped_mm`` is differentiable. What another op returns, other than integers, refuses a gradient:
-a backward raises RuntimeError with a sentence that says what to use instead.
+``grouped_mm`` and ``topk_experts`` are differentiable. The floating-point results of other ops
+refuse a gradient: a backward raises RuntimeError with a sentence that says what to use instead.
 
 Every op raises RuntimeError for a wrong shape, dtype, device, size or option, with one sentence
 that names the op, the rule and the value. Fake tensors, CPU and CUDA give the same sentence. On

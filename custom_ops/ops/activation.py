@@ -26,7 +26,8 @@ class Activation:
     Row t of a result may depend on row t of the arguments alone, and zeros must give zeros. Neither
     method may write gate_up in place: the layer keeps it for the backward.
 
-    >>> class Silu(Activation):  # without a gate
+    >>> @dataclass(frozen=True)
+    ... class Silu(Activation):  # without a gate
     ...     gated = False
     ...     def forward(self, up_RF):
     ...         return up_RF * up_RF.sigmoid()
@@ -69,13 +70,13 @@ class SwiGLU(Activation):
     gradient is zero; at the limit itself it passes, as torch.clamp's did until torch 2.13 (2.15's
     does not).
 
-    ==============================  ===========================================================
-    DeepSeek-V4, GLM-5-Next, HY-V4  ``SwiGLU(limit=10.0)``, or what the model's config says
-    MiniMax-M3                      ``SwiGLU(alpha=1.702, beta=1.0, limit=7.0)``
-    GPT-OSS                         ``SwiGLU(alpha=1.702, beta=1.0, limit=7.0, interleaved=True)``
-    Gemma 4                         ``SwiGLU(alpha=1.5957691216057308, cubic=0.044715)``, which is
-                                    ``GeGLU("tanh")``
-    ==============================  ===========================================================
+    ===============================  ===========================================================
+    DeepSeek V4, GLM-5.3-Flash, Hy4  ``SwiGLU(limit=10.0)``, or the limit of the model's config
+    MiniMax-M3                       ``SwiGLU(alpha=1.702, beta=1.0, limit=7.0)``
+    GPT-OSS                          ``SwiGLU(alpha=1.702, beta=1.0, limit=7.0, interleaved=True)``
+    Gemma 4                          ``SwiGLU(alpha=1.5957691216057308, cubic=0.044715)``, which is
+                                     ``GeGLU("tanh")``
+    ===============================  ===========================================================
 
     sigmoid's relative error is below 2^-21. In float32 the tanh form of GELU may differ from
     torch's by rounding, most for negative gates, where 1 + tanh(x) loses what is small beside 1.

@@ -1,19 +1,5 @@
 """Weights that are frozen in few bits: bytes in plain parameters of any module.
 
-A module that has :class:`KeepsFrozen` among its bases, first, uses it so::
-
-    module.freeze("weight", w_ENK, recipe)              # quantizes; replaces or registers it
-    module.freeze("weight", (q, scale), recipe, dtype)  # takes numbers as they are, not copied
-    module.frozen_weight("weight")                      # for GEMMs; None of a weight that learns
-    module.dequantize("weight")                         # a plain tensor
-
-It then has two parameters that require no gradient: ``weight``, the numbers' bytes, and
-``weight_scale_inv``, the scales' bits. They move, copy, pickle, shard and gather as any integers
-do, and nothing casts them. Its state dicts have the same memory as numbers and scales, under the
-same two names, as checkpoints in FP8 do. Loading takes these, or high precision, which it rounds to
-nearest; a weight that learns takes numbers and scales, too. An operation on the bytes computes with
-bytes: a moving average of parameters must leave out those that require no gradient.
-
 E experts, K in_features, N out_features.
 """
 
@@ -129,7 +115,26 @@ on_freeze: list[Callable[[], None]] = []
 
 
 class KeepsFrozen(nn.Module):
-    """A module some of whose weights may be frozen; see the top of this file."""
+    """A module some of whose weights may be frozen in few bits; the first of a class's bases.
+
+    A frozen weight is two parameters that require no gradient: ``weight``, the numbers' bytes, and
+    ``weight_scale_inv``, the scales' bits. They move, copy, pickle, shard and gather as any
+    integers do, and nothing casts them. State dicts have the same memory as numbers and scales,
+    under the same two names, as checkpoints in FP8 do. Loading takes these, or high precision,
+    which it rounds to nearest; a weight that learns takes numbers and scales, too. An operation on
+    the bytes computes with bytes: a moving average of parameters must leave out those that require
+    no gradient.
+
+    >>> from grouped_linear import Float8BlockScaling
+    >>> class Layer(KeepsFrozen):
+    ...     pass
+    >>> layer = Layer()
+    >>> layer.freeze("weight", torch.ones(4, 32, 16), Float8BlockScaling())  # quantizes
+    >>> {name: (p.dtype, list(p.shape)) for name, p in layer.named_parameters()}
+    {'weight': (torch.uint8, [4, 32, 16]), 'weight_scale_inv': (torch.int32, [4, 1, 1])}
+    >>> layer.state_dict()["weight"].dtype, layer.dequantize("weight").dtype
+    (torch.float8_e4m3fn, torch.float32)
+    """
 
     _frozen: Mapping[str, Frozen] = {}  # by the parameter's name
     is_transposed = False
