@@ -116,7 +116,17 @@ def test_large_fp8_gemms_give_the_same_bits(name: str, out_dtype: torch.dtype) -
 
 @needs_gpu
 @pytest.mark.parametrize(
-    "operands", ["16 bits", "transposed weight", "gathered rows", "adapter", "blocks"]
+    "operands",
+    [
+        "16 bits",
+        "transposed weight",
+        "gathered rows",
+        "adapter",
+        "blocks",
+        "gathered blocks",
+        "SwiGLU",
+        "gathered rows, gradient of SwiGLU",
+    ],
 )
 def test_gemms_that_share_the_gpu(operands: str) -> None:
     """Clusters of a persistent kernel start late where another kernel holds their SMs.
@@ -125,13 +135,15 @@ def test_gemms_that_share_the_gpu(operands: str) -> None:
     the replay before left it. What is expected is computed 2048 rows at a time, in too few tiles
     for that.
     """
-    T, E, K, N = 16384, 8, 2048, 2048
+    T, E, K, N = 16384, 8, 2048, 3072
     x = torch.randn(T, K, device="cuda", dtype=BF16)
     w = torch.randn(E, N, K, device="cuda", dtype=BF16)
     low = torch.randn(T, 16, device="cuda", dtype=BF16)
     up = torch.randn(E, 16, N, device="cuda", dtype=BF16)
-    numbers = torch.randperm(T, device="cuda")
+    gate_up = torch.randn(T, 2 * N, device="cuda", dtype=BF16)
+    numbers, ones = torch.randperm(T, device="cuda"), torch.ones(T, device="cuda")
     offs = torch.zeros(E, device="cuda", dtype=torch.int32)
+    all_rows = torch.tensor([T], device="cuda", dtype=torch.int32)
     # Long and few tiles hold some SMs. Once these are free, the stream with priority takes them.
     long_x = torch.randn(256, 32768, device="cuda", dtype=BF16)
     long_w = torch.randn(1, 1024, 32768, device="cuda", dtype=BF16)
@@ -139,12 +151,22 @@ def test_gemms_that_share_the_gpu(operands: str) -> None:
     holding, side = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
 
     def product(rows: slice, experts: slice, offs: Tensor) -> Tensor:
-        if operands == "blocks":
-            q, (w_q, scale, _) = ops.group_quantize(x[rows], offs), ops.quantize_weight(w[experts])
-            return ops.grouped_scaled_mm(q.q, w_q.mT, q.scale, scale.mT, offs)
+        if operands.endswith("blocks"):
+            w_q, scale, _ = ops.quantize_weight(w[experts])
+            if operands == "gathered blocks":
+                q, of_rows = ops.group_quantize(x, all_rows), numbers[rows]
+            else:
+                q, of_rows = ops.group_quantize(x[rows], offs), None
+            return ops.grouped_scaled_mm(q.q, w_q.mT, q.scale, scale.mT, offs, rows=of_rows)
         b = w[experts].mT
-        if operands == "transposed weight":
+        if operands in ("transposed weight", "gathered rows, gradient of SwiGLU"):
             b = b.contiguous()
+        if operands == "SwiGLU":
+            return ops.grouped_mm_swiglu(x[rows], b, offs).h
+        if operands == "gathered rows, gradient of SwiGLU":
+            return ops.grouped_mm_swiglu_grad(
+                x, b, gate_up[rows], ones[rows], offs, numbers[rows]
+            ).d_gate_up
         if operands == "gathered rows":
             return ops.grouped_mm(x, b, offs, rows=numbers[rows])
         if operands == "adapter":
@@ -152,7 +174,7 @@ def test_gemms_that_share_the_gpu(operands: str) -> None:
         return ops.grouped_mm(x[rows], b, offs)
 
     def expected(ends: list[int]) -> Tensor:
-        y = torch.zeros(T, N, device="cuda", dtype=BF16)
+        y = torch.zeros_like(captured[0])
         for e, (begin, end) in enumerate(pairwise([0, *ends])):
             for first in range(begin, end, 2048):
                 rows = slice(first, min(first + 2048, end))

@@ -153,7 +153,8 @@ void launch(const TensorMaps& maps, const int32_t* offs, const Scale128x128View&
   const size_t flags = size_t(clusters) * kFlagsPerSlot,
                accumulators = size_t(clusters) * kAccumulatorsPerSlot<Config>;
   DeviceArray<uint64_t> room(kCounterWords + flags + accumulators / 2);
-  const SplitKWorkspace workspace{room.data, room.data + kCounterWords,
+  const SplitKWorkspace workspace{reinterpret_cast<unsigned long long*>(room.data),
+                                  room.data + kCounterWords,
                                   reinterpret_cast<float*>(room.data + kCounterWords + flags)};
   constexpr auto kernel = grouped_gemm_kernel<Config, Epilogue>;
   constexpr int bytes = shared_bytes<Config>();

@@ -25,6 +25,8 @@ class TileCounter {
       next_ = 2 * static_cast<int>(gridDim.x) + counter_.ticket();
       // Every block draws one number past the last tile.
       if (next_ == tiles_ + static_cast<int>(gridDim.x) - 1) counter_.clear();
+    } else if (is_dynamic()) {
+      while (!counter_.is_stamped()) continue;  // before the first draw
     }
     const int next = next_;
     if (next < tiles_) {

@@ -179,7 +179,9 @@ struct GemmConfig {
   // for a tile, and the producer is some tiles further on by then; warps that gather need to know
   // the next one too. With more than three FP8 GEMMs that are bound by writing take longer (H100,
   // 2026-11: up to 1.12).
-  static constexpr int kTilesAhead = kRoles.scheduler == 1 && !kDecodesB ? 2 : kGathersRows ? 7 : 3;
+  static constexpr int kTilesAhead = !kRoles.schedules(Role::kStore) && !kDecodesB ? 2
+                                     : kGathersRows                                ? 7
+                                                                                   : 3;
   // Whether stages are written by cp.async too, which wgmma sees after a fence only.
   static constexpr bool kNeedsProxyFence = kGathersRows;
 

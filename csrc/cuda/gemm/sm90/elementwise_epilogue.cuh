@@ -100,7 +100,7 @@ struct StoredRows {
 //   store       writes what it computes from the buffers; by a whole warp, without a wait for TMA's
 //               reads of the buffers. Only the first warp of a warpgroup's rows has begin = 0.
 //
-// Where warp 1 stores too, it takes a third of the rows of both warpgroups.
+// Where warp 1 stores too, it takes a third of the rows of both warpgroups, and schedules.
 template <typename Elementwise>
 struct ElementwiseEpilogue {
   using Arguments = typename Elementwise::Arguments;

@@ -17,8 +17,8 @@ struct Scale128x128View {
 
 // Slots count from 1. A slot has a flag and accumulators of every math warp of both blocks.
 struct SplitKWorkspace {
-  uint64_t* tile_counter;  // see Scheduler. Null: static rounds alone
-  uint64_t* flags;         // K-grouped, as the accumulators
+  unsigned long long* tile_counter;  // see Scheduler. Null: static rounds alone
+  uint64_t* flags;                   // K-grouped, as the accumulators
   float* accumulators;
 };
 

@@ -18,12 +18,12 @@ enum class Role {
 //   no block scales               producer   scheduler  store          warp 1
 //   block scales                  producer   scales     store          warp 3
 //   gathered rows                 producer   producer   store          warp 3
-//   elementwise work              producer   store      store          warp 3
+//   elementwise work              producer   store      store          warp 1
 //   elementwise, gathered rows    producer   producer   store          warp 1
 //
-// The last store warp schedules beside its stores. Two store warps with elementwise work take
-// longer than the tile's products, and leave that to the warp 1 that gathers. A warp 1 that gathers
-// prepares the block scales too.
+// The last store warp schedules beside its stores. With elementwise work warps 2 and 3 may take
+// longer than the tile's products. There warp 1 schedules, which gathers, or has fewer rows to work
+// on. A warp 1 that gathers prepares the block scales too.
 struct Roles {
   Role warp[4];
   int scheduler;  // the warp that schedules, by one thread
@@ -53,7 +53,7 @@ constexpr Roles roles_of(bool block_scaled, bool gathers, bool elementwise) {
                                      : Role::kScheduler;
   const bool alone = second == Role::kScheduler;
   return {.warp = {Role::kProducer, second, Role::kStore, Role::kStore},
-          .scheduler = alone || (gathers && elementwise) ? 1 : 3,
+          .scheduler = alone || elementwise ? 1 : 3,
           .zeros = alone ? 1 : 2};
 }
 

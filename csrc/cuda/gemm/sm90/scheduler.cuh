@@ -7,8 +7,9 @@
 // warps from full[stage], store warps from epilogue_full) finds it in the ring without a wait. A
 // slot is reused kTileSlots tiles later, when all are done with it: see SharedStorage.
 //
-// The scheduler is a thread of the cluster's first block: of warp 1 where that warp is idle, else
-// of the last store warp, which publishes a tile before it waits for one to store; see roles.h.
+// The scheduler is a thread of the cluster's first block: of warp 1 where that is idle or there is
+// elementwise work, else of the last store warp. A store warp publishes a tile before it waits for
+// one to store. See roles.h.
 //
 // Static rounds: cluster c of C computes the tiles c, c + C, c + 2C ... The last round usually has
 // fewer tiles than the GPU has clusters, and the other clusters would be idle.
@@ -34,13 +35,17 @@
 // (H200, 2026-11: within a long all-gather 1.81 to 1.90 times the time, with tickets 1.22 to 1.26).
 // No tile is split: a row's result depends on that row and its group's matrix alone, to the bit.
 //
-// A cluster draws for kTilesAhead tiles before its first one is computed. So tickets are for GEMMs
-// with more tiles than that a cluster: else the clusters that start first would take all. See
+// A ticket is drawn when the tile before it is published, so that nobody waits for it: a warp 1 that
+// gathers would wait between two copies (H200, 2026-11: fprop with SwiGLU takes 1.34 of its time).
+//
+// A cluster draws for kTilesAhead + 1 tiles before its first one is computed. So tickets are for
+// GEMMs with more tiles than that a cluster: else the clusters that start first would take all. See
 // kTicketRounds.
 #pragma once
 
 #include "cuda/gemm/sm90/split_k.cuh"
 #include "cuda/gemm/sm90/zero_fill.cuh"
+#include "cuda/gemm/stamped_counter.cuh"
 
 namespace grouped_linear::cuda::sm90 {
 
@@ -50,22 +55,24 @@ constexpr int kFixupUnits = 4;
 constexpr int kMinLeadingUnits = 8;
 constexpr int kMaxSlicesPerTile = 8;  // adding more slices would take longer than computing them
 
-// Whether a kernel may draw tickets. A warp 1 that gathers has no time to wait for one (H200,
-// 2026-11: fprop with SwiGLU takes 1.34 of its time; without gathered rows 0.99, see
-// docs/notes/several_gpus.md). FP8 that gathers takes 1.008. Not measured where b is in MXFP4.
+// Whether a kernel may draw tickets. FP8 that gathers may take 1.008 of its time. Not measured where
+// b is in MXFP4.
 template <typename Config>
-constexpr bool kDrawsTickets = Config::kKGrouped || !(Config::kElementwise || Config::kDecodesB ||
-                                                      (Config::kFp8 && Config::kGathersRows));
+constexpr bool kDrawsTickets =
+    Config::kKGrouped || !(Config::kDecodesB || (Config::kFp8 && Config::kGathersRows));
 // An M-grouped GEMM with a shorter K, or with no more tiles a cluster, has static rounds, because
 // tickets may take more than 1.005 of its time (H200, 2026-11: K of 512 in FP8 1.023, with gathered
-// rows 1.010; 4.7 tiles a cluster 1.011). Between 512 and 2048, gathered rows were not measured.
+// rows 1.010; 4.7 tiles a cluster 1.011; 5.3 tiles with SwiGLU 1.009, with gathered rows too 1.08).
+// Not measured: between 512 and 2048 with gathered rows; below 1024, and 6 to 11 tiles, with SwiGLU.
 template <typename Config>
-constexpr int kTicketsMinK = Config::kGathersRows ? 2048
-                             : Config::kFp8       ? 768
-                                                  : 512;
+constexpr int kTicketsMinK = Config::kGathersRows   ? 2048
+                             : Config::kElementwise ? 1024
+                             : Config::kFp8         ? 768
+                                                    : 512;
 template <typename Config>
 constexpr int kTicketRounds =
-    Config::kKGrouped ? Config::kTilesAhead : larger(Config::kTilesAhead, 5);
+    Config::kKGrouped ? Config::kTilesAhead
+                      : larger(Config::kTilesAhead, Config::kElementwise ? 11 : 5);
 
 // The schedule of this block's cluster. units: of K, that every tile has (0: they differ).
 template <typename Config>
@@ -76,7 +83,7 @@ __device__ __forceinline__ Schedule make_schedule(int tiles, int units, bool has
   schedule.whole_tiles = tiles;
   if (!has_workspace) return schedule;
   if (units <= kShortK) {
-    if (tiles > kTicketRounds<Config> * clusters && tiles < 1 << 24) {
+    if (tiles > kTicketRounds<Config> * clusters) {
       schedule.whole_tiles = (Config::kKGrouped ? Config::kTilesAhead : 1) * clusters;
       schedule.dynamic_tiles = tiles - schedule.whole_tiles;
     }
@@ -151,17 +158,15 @@ __device__ __forceinline__ void release_tile(Control& control, int number) {
 // By one thread of a cluster's first block. Its state is in shared memory, where it costs other
 // roles no registers.
 //
-// Tickets come from a counter in memory. The memory holds anything at first. Cluster 0 stamps it; a
-// cluster that draws from an unstamped counter draws again; the cluster that draws the last ticket
-// clears the stamp (every cluster draws one ticket past the last tile). So no stamp outlives the
-// kernel that made it.
+// Cluster 0 stamps the counter that tickets come from. Every cluster draws one ticket past the last
+// tile.
 template <typename Config>
 class Scheduler {
  public:
   template <typename Params>
   __device__ Scheduler(SharedStorage<Config>& shared, const Params& params)
       : shared_(shared),
-        counter_(reinterpret_cast<unsigned long long*>(params.workspace.tile_counter)),
+        counter_(params.workspace.tile_counter),
         counts_(params.counts),
         shape_(params.shape) {}
 
@@ -173,8 +178,8 @@ class Scheduler {
     if constexpr (kDrawsTickets<Config>) {
       const int units =
           Config::kSplitsK ? (shared_.rows_of_each + Config::kUnitK - 1) / Config::kUnitK : 0;
-      schedule = make_schedule<Config>(tiles, units, counter_ != nullptr);
-      if (schedule.dynamic_tiles > 0 && blockIdx.x == 0) atomicExch(counter_, kStamp);
+      schedule = make_schedule<Config>(tiles, units, counter_.exists());
+      if (schedule.dynamic_tiles > 0 && blockIdx.x == 0) counter_.stamp();
     } else {
       schedule = {};
       schedule.whole_tiles = tiles;
@@ -213,6 +218,7 @@ class Scheduler {
     mbarrier_arrive_expect_tx_remote(full_there, sizeof tile);
     st_async_16(there, tile.group, tile.row, tile.row_end, tile.col, full_there);
     st_async_16(there + 16, tile.k_blocks, tile.k_begin, tile.k_count, tile.bits, full_there);
+    if constexpr (kDrawsTickets<Config>) draw();
   }
 
   // Publishes the tiles before tile `end`, as far as there are any.
@@ -222,18 +228,18 @@ class Scheduler {
   }
 
  private:
-  static constexpr uint64_t kStamp = 0xb54c7d93e1000000, kTicketMask = (1 << 24) - 1;
   static constexpr int kNoTile = -1;
 
-  // The number of the tile that the cluster draws.
-  __device__ int draw() {
-    const DebugWait wait("the stamp of the tile counter");
-    unsigned long long drawn;
-    while (((drawn = atomicAdd(counter_, 1)) & ~kTicketMask) != kStamp) wait.check();
-    const int ticket = static_cast<int>(drawn & kTicketMask);
-    const int tiles = shared_.schedule.dynamic_tiles;
-    if (ticket == tiles + static_cast<int>(gridDim.x / kClusterSize) - 1) atomicExch(counter_, 0);
-    return ticket < tiles ? shared_.schedule.whole_tiles + ticket : kNoTile;
+  // Starts to draw the next tile's ticket, where it has one.
+  __device__ __forceinline__ void draw() {
+    const Schedule& schedule = shared_.schedule;
+    if (schedule.dynamic_tiles == 0 || schedule.ended || schedule.next_tile < schedule.whole_tiles)
+      return;
+    if (schedule.published * static_cast<int>(gridDim.x / kClusterSize) == schedule.whole_tiles) {
+      const DebugWait wait("the stamp of the tile counter");
+      while (!counter_.is_stamped()) wait.check();
+    }
+    counter_.draw();
   }
 
   // The next tile of the cluster's first block; k_blocks = -1: there are no more.
@@ -245,7 +251,9 @@ class Scheduler {
       schedule.next_tile += gridDim.x / kClusterSize;
     } else if constexpr (kDrawsTickets<Config>) {
       if (schedule.dynamic_tiles > 0) {
-        number = draw();
+        const int ticket = counter_.ticket(), tiles = schedule.dynamic_tiles;
+        if (ticket < tiles) number = schedule.whole_tiles + ticket;
+        if (ticket == tiles + static_cast<int>(gridDim.x / kClusterSize) - 1) counter_.clear();
       } else if (Config::kSplitsK && schedule.slices > 0) {
         --schedule.slices;
         last_round_tile = schedule.first_tile;
@@ -265,7 +273,7 @@ class Scheduler {
   }
 
   SharedStorage<Config>& shared_;
-  unsigned long long* counter_;
+  StampedCounter counter_;
   const TileCounts& counts_;
   const GemmShape& shape_;
 };
