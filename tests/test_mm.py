@@ -17,7 +17,7 @@ from support import reference
 from support.check import check
 from support.compare import assert_same_bits, tail_is_zero, within
 from support.devices import devices
-from support.groups import GROUPS, WIDE, Groups
+from support.groups import GROUPS, SWAPPED, WIDE, Groups
 from support.op_info import Sample
 from support.ops import grouped_scaled_mm, grouped_scaled_mm_wgrad
 from support.pairs import pairwise
@@ -94,6 +94,17 @@ def test_tiles_of_either_width(op: str, row_major: bool, dtype: torch.dtype, dev
         sample = sample.but(b=sample["b"].contiguous())
     check(sample, device)
     assert_groups_alone_have_these_bits(sample, device)
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm"))
+def test_swapped_operands(device: str) -> None:
+    """dgrad in bfloat16 on Hopper. A float32 output is computed without, to the same bits."""
+    sample = make("grouped_mm", SWAPPED, BF16)
+    sample = sample.but(b=lay_out(sample["b"], "transposed"))
+    check(sample, device)
+    if device == "cuda":
+        (y,), (sums,) = sample.results(device), sample.but(out_dtype=FP32).results(device)
+        assert_same_bits(y, sums.to(BF16))
 
 
 # Low-rank factors: an output, or a side of wgrad, of at most half of a wide tile. Groups of one row

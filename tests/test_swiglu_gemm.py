@@ -14,7 +14,7 @@ from torch import Tensor
 from support.cases import cases
 from support.compare import assert_same_bits
 from support.devices import devices
-from support.groups import Groups
+from support.groups import SWAPPED, Groups
 from support.op_info import Sample
 from support.samples import make, variant_of
 from support.tensors import BF16
@@ -93,6 +93,20 @@ def test_many_tiles(options: dict[str, Any], op: str, device: str) -> None:
         for F in many:
             sample = make(op, Groups(m_splits, T, K=272), BF16, F=F, **options)
             check(normal(sample), device)
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm_swiglu"))
+@pytest.mark.parametrize("op", ["grouped_mm_swiglu", "grouped_mm_swiglu_grad"])
+def test_swapped_operands(op: str, device: str) -> None:
+    """On Hopper. The first group alone is computed without, to the same bits."""
+    sample = normal(make(op, SWAPPED, BF16, F=1280))
+    check(sample, device)
+    if device == "cuda":
+        count = SWAPPED.m_splits[0]
+        first = {n: sample[n][:count] for n in ("a", "gate_up", "weight") if n in sample.arguments}
+        alone = sample.but(offs=torch.full_like(sample["offs"], count), **first)
+        for t, e in zip(alone.results(device), sample.results(device), strict=True):
+            assert_same_bits(t, e[:count])
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm_swiglu_grad"))

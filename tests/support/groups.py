@@ -57,6 +57,10 @@ WIDE = {
     "wide_in": Groups((5, 0, 12), 20, K=2880, N=144),
     "wide_out": Groups((5, 0, 12), 20, K=144, N=2880),
 }
+# Groups that end anywhere, of 172 rows on average: see takes_swapped in sm90/operands_16bit.h.
+SWAPPED = Groups(
+    (1000, 0, 1, 700, 129, 128, 0, 193, 15, 16, 17, 385, 192, 191, 0, 0, 9, 0), 3100, K=528, N=2048
+)
 
 
 def experts_of(m_splits: Tensor, T: int) -> Tensor:

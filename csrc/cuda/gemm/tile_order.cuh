@@ -74,6 +74,12 @@ struct alignas(16) WorkTile {
 static_assert(sizeof(WorkTile) == 32,
               "a tile is copied to shared memory in two stores of 16 bytes");
 
+// Swapped tiles (Config::kSwapped) count rows in units of 16: the tile's, or its group's.
+constexpr int kSwappedUnit = 16;
+__device__ __forceinline__ int swapped_units(const WorkTile& tile) {
+  return (tile.row_end - tile.row + kSwappedUnit - 1) / kSwappedUnit;
+}
+
 template <typename Config>
 __host__ __device__ __forceinline__ int row_tiles(int rows) {
   return (rows + Config::kTileM - 1) / Config::kTileM;
@@ -153,6 +159,16 @@ __device__ __forceinline__ WorkTile tile_of(int number, int rank, const GroupTab
     tile.row_end = groups.row_end[tile.group];
     rows = row_tiles<Config>(tile.row_end - tile.row);
     tile.k_blocks = (shape.K + Config::kTileK - 1) / Config::kTileK;
+  }
+  if constexpr (Config::kSwapped) {
+    // A group's units are shared out evenly among its row tiles.
+    const int first = 2 * kBandPairs * counts.band[0].divide(rest);
+    const int of_band = min(2 * kBandPairs, rows - first), row = first + rest % of_band;
+    const int units = swapped_units(tile), each = units / rows, more = units % rows;
+    tile.row += kSwappedUnit * (row * each + min(row, more));
+    tile.row_end = min(tile.row_end, tile.row + kSwappedUnit * (each + (row < more)));
+    tile.col = (2 * (rest / of_band) + rank) * Config::kTileN;
+    return tile;
   }
   const int pairs = row_pairs<Config>(rows, counts.col_tiles);
   if (rest < pairs * counts.col_tiles) {

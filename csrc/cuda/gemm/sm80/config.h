@@ -57,7 +57,7 @@ struct GemmConfig {
 
   // tile_order.cuh
   static constexpr int kPaddedBlock = sm80::kPaddedBlock;
-  static constexpr bool kMulticastB = true, kLoneColumnAlongM = false;
+  static constexpr bool kMulticastB = true, kLoneColumnAlongM = false, kSwapped = false;
 
   static_assert(!kFp8 || (kAMajor == Major::kK && kBMajor == Major::kK),
                 "FP8 operands are dense along K: ldmatrix cannot transpose bytes");

@@ -1,10 +1,10 @@
 // The tile shapes of the sm_90 kernels, and what a kernel is compiled for.
 //
-// The host chooses a kernel by the operands' types, and a K-grouped one by which side is narrow. No
-// timing and no environment variable decides, so equal calls run equal kernels. What depends on the
+// The host chooses a kernel by the operands' types and sizes, and the number of groups. No timing
+// and no environment variable decides, so equal calls run equal kernels. What depends on the
 // groups' sizes is decided on the device: an M-grouped GEMM takes narrow tiles where the GPU has
-// room for all of them at once, or where the output is narrow. The bits of its result do not depend
-// on it.
+// room for all of them at once, or where the output is narrow. The bits of an M-grouped GEMM's
+// result depend on neither.
 //
 // Plain C++: csrc/host.cpp reports the shapes to Python.
 #pragma once
@@ -28,7 +28,8 @@ struct TileShape {
 };
 
 constexpr TileShape kTile16Bit{128, 256, 64, 3, 2};
-constexpr TileShape kTile16BitDeep{128, 192, 64, 4, 2};  // see gemm_16bit.cu
+constexpr TileShape kTile16BitDeep{128, 192, 64, 4, 2};     // see gemm_16bit.cu
+constexpr TileShape kTile16BitSwapped{192, 128, 64, 4, 2};  // see swapped.cuh
 constexpr TileShape kTile16BitKGrouped{128, 256, 32, 6, 2};
 constexpr TileShape kTileFp8{128, 192, 128, 4, 2};
 constexpr TileShape kTileMxfp4{256, 128, 64, 4, 2};
@@ -72,6 +73,7 @@ struct GemmTraits {
   Required<bool> transposed;  // out is stored as [cols, rows]
   Required<StoreWork> store_work;
   Required<int> tile_n, stages;
+  int tile_m = kTileM;    // more: swapped operands, see swapped.cuh
   bool narrow = false;    // the same GEMM in narrow tiles, see NarrowOf
   bool low_rank = false;  // a second product joins the sum, see low_rank.cuh
 };
@@ -120,21 +122,28 @@ struct GemmConfig {
   static constexpr int kNarrowCols = kGated ? 2 * kNarrowTileN : kNarrowTileN;
   // Whether math warps decode b: each warpgroup 64 columns of it, for all rows of a's tile.
   static constexpr bool kDecodesB = !std::is_same_v<StoredB, B>;
-  static constexpr int kTileM = DecodedOf<StoredB>::kRows;
+  // Whether b is wgmma's first operand: each warpgroup has 64 columns, and all rows of the tile.
+  static constexpr bool kSwapped = traits.tile_m != sm90::kTileM;
+  static constexpr int kTileM = kSwapped ? traits.tile_m : DecodedOf<StoredB>::kRows;
   static constexpr int kTileN = kNarrow ? kNarrowCols : kWideTileN;
   static constexpr int kPaddedBlock = sm90::kPaddedBlock;
   // Boxes in which TMA loads b's tile: one a block where the cluster shares it.
   static constexpr int kNarrowBBoxes = kGated ? 2 : 1, kBBoxes = kNarrow ? kNarrowBBoxes : 2;
-  // Whether a cluster along M shares b by multicast. Narrow tiles do not, and lie along M only where
-  // they have all columns: side by side, one of two would have none. In FP8 ptxas would spill for
-  // that, and nobody asks for such products.
-  static constexpr bool kMulticastB = !kNarrow, kLoneColumnAlongM = kNarrow && !kFp8;
+  static constexpr bool kHasNarrow = !kKGrouped && !kSwapped;
+  // Whether a cluster along M shares b by multicast. Swapped tiles never lie so. Narrow ones do not
+  // share it, and lie along M only where they have all columns: side by side, one of two would have
+  // none. In FP8 ptxas would spill for that, and nobody asks for such products.
+  static constexpr bool kMulticastB = !kNarrow && !kSwapped, kLoneColumnAlongM = kNarrow && !kFp8;
 
   // Whether its k-blocks come before the first product's, see low_rank.cuh.
   static constexpr bool kLowRank = traits.low_rank, kLowRankFirst = kLowRank && kBlockScaled;
 
   static constexpr int kMathWarpgroups = kDecodesB ? kTileN / kWgmmaM : sm90::kMathWarpgroups;
   static constexpr int kThreads = 128 + 128 * kMathWarpgroups;
+  // A warpgroup's part of a tile, and a thread's of that.
+  static constexpr int kWarpgroupRows = kSwapped ? kTileM : kWgmmaM;
+  static constexpr int kWarpgroupCols = kSwapped ? kWgmmaM : kTileN;
+  static constexpr int kAccumulators = kWarpgroupRows * kWarpgroupCols / 128;
 
   // The unit in which the scheduler measures and cuts K: 64 in 16 bits, 128 in FP8.
   static constexpr int kUnitK = kSwizzleBytes / sizeof(A);
@@ -163,9 +172,9 @@ struct GemmConfig {
   // Rows of one epilogue buffer. A 16-bit K-grouped GEMM is bound by writing where groups are
   // small. There each warp's 16 rows are stored by themselves, all columns at once, so that
   // neighbouring bytes are written at the same time.
-  static constexpr int kEpilogueRows = kKGrouped && !kFp8 && !kTransposed ? 16 : kWgmmaM;
+  static constexpr int kEpilogueRows = kKGrouped && !kFp8 && !kTransposed ? 16 : kWarpgroupRows;
   static constexpr int epilogue_bytes(int n) { return kTileM * (n / 64) * kSwizzleBytes; }
-  static constexpr int kEpilogueBuffers = kTileN / 64;  // of 128 bytes a row
+  static constexpr int kEpilogueBuffers = kWarpgroupCols / 64;  // of 128 bytes a row
 
   // FP8 keeps the number of stages in narrow tiles: its main loop is unrolled over them.
   static constexpr int kRoom =
@@ -221,7 +230,9 @@ struct GemmConfig {
                 "a K-grouped FP8 GEMM reads the padded layout, which has no rows to gather");
   static_assert(!kElementwise || (!kKGrouped && !kFp8),
                 "elementwise arithmetic follows M-grouped GEMMs in 16 bits");
-  static_assert(!kNarrow || !kKGrouped, "K-grouped GEMMs have wide tiles alone");
+  static_assert(kHasNarrow || !kNarrow, "K-grouped and swapped GEMMs have wide tiles alone");
+  static_assert(!kSwapped || (!kKGrouped && !kFp8 && !kGathersRows && !kDecodesB && kTileN == 128),
+                "swapped operands are for M-grouped GEMMs in 16 bits, of rows in order");
   static_assert(!kLowRank || (!kKGrouped && !kGathersRows && !kElementwise),
                 "a second product follows M-grouped GEMMs of rows in order");
 };

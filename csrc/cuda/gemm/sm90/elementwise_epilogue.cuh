@@ -83,12 +83,16 @@ class TailZeros {
   int step_;
 };
 
-// What a store warp is given of a tile: rows of a warpgroup that belong to the group.
+// The buffers of all the tile's columns: a warpgroup's, or swapped both's.
+template <typename Config>
+using RowBuffers = uint8_t[Config::kTileN / 64][Config::kEpilogueRows * kSwizzleBytes];
+
+// What a store warp is given of a tile: rows in the same buffers that belong to the group.
 template <typename Config>
 struct StoredRows {
-  const uint8_t (&buffers)[Config::kEpilogueBuffers][Config::kEpilogueRows * kSwizzleBytes];
+  const RowBuffers<Config>& buffers;
   const WorkTile& tile;
-  int row;         // of the output matrix, where the warpgroup's rows start
+  int row;         // of the output matrix, where the buffers' rows start
   int begin, end;  // from there
 };
 
@@ -98,9 +102,10 @@ struct StoredRows {
 //   add_bias    to a thread's accumulators
 //   tail        names the zeros past the last group
 //   store       writes what it computes from the buffers; by a whole warp, without a wait for TMA's
-//               reads of the buffers. Only the first warp of a warpgroup's rows has begin = 0.
+//               reads of the buffers. Only the first warp of a buffer's rows has begin = 0.
 //
-// Where warp 1 stores too, it takes a third of the rows of both warpgroups, and schedules.
+// Where warp 1 stores too, it takes a third of the rows of both warpgroups, and schedules. Swapped,
+// all three share the tile's rows.
 template <typename Elementwise>
 struct ElementwiseEpilogue {
   using Arguments = typename Elementwise::Arguments;
@@ -131,8 +136,9 @@ struct ElementwiseEpilogue {
     const GemmShape& shape = params.shape;
     constexpr Roles roles = Config::kRoles;
     constexpr int warps = roles.count(Role::kStore), own_rows = warps == 3 ? 44 : kWgmmaM;
-    const bool helps = warp == 1;
-    const int first = helps ? 0 : warp - 2, last = helps ? kMathWarpgroups : warp - 1;
+    constexpr bool swapped = Config::kSwapped;
+    const bool helps = warp == 1, both = helps || swapped;
+    const int first = both ? 0 : warp - 2, last = both ? kMathWarpgroups : warp - 1;
     const int begin = helps ? own_rows : 0, end = helps ? kWgmmaM : own_rows;
     TailZeros zeros(blockIdx.x * warps + 3 - warp, gridDim.x * warps);
     Elementwise::template tail<Config>(zeros, args, shape, shared.groups.row_end[shape.E - 1]);
@@ -162,10 +168,15 @@ struct ElementwiseEpilogue {
           while (zeros.remaining()) zeros.write_some();
           return;
         }
-        const int row = tile.row + i * kWgmmaM, count = min(tile.row_end - row, end);
-        if (count <= begin || tile.col >= shape.cols) continue;
-        Elementwise::template store<Config>({shared.epilogue[i][0], tile, row, begin, count},
-                                            params.maps, args, shape);
+        if (swapped && i + 1 < last) continue;  // a row has columns of both warpgroups
+        const int row = tile.row + (swapped ? 0 : i * kWgmmaM), rows = tile.row_end - row;
+        const int from = swapped ? rows * (warp - 1) / warps : begin;
+        const int to = swapped ? rows * warp / warps : min(rows, end);
+        if (to <= from || tile.col >= shape.cols) continue;
+        const auto& buffers =
+            reinterpret_cast<const RowBuffers<Config>&>(shared.epilogue[swapped ? 0 : i]);
+        Elementwise::template store<Config>({buffers, tile, row, from, to}, params.maps, args,
+                                            shape);
       }
     }
   }
@@ -210,7 +221,7 @@ struct SwigluForward {
                                                const TensorMaps& maps, const Arguments& args,
                                                const GemmShape& shape) {
     using T = typename Config::A;
-    constexpr int lines = Config::kEpilogueBuffers, line_cols = kSwizzleBytes / sizeof(T);
+    constexpr int lines = Config::kTileN / 64, line_cols = kSwizzleBytes / sizeof(T);
     constexpr int pieces = Config::kTileN / 16;  // of a row of h
     const int F = shape.cols / 2, col = rows.tile.col / 2, lane = threadIdx.x % 32;
     if (args.keep_gate_up && rows.begin == 0 && elect_one()) {
@@ -322,7 +333,8 @@ struct SwigluBackward {
           const bool stored = inside && r < rows.end;
           FragmentRow<T> dh, h;
           WeightedRow row{weight[i], 0};
-          Fragment<T>::load_row(eight_at<T>(rows.buffers, r % kWgmmaM, piece), true, dh);
+          Fragment<T>::load_row(eight_at<T>(rows.buffers, min(r, Config::kEpilogueRows - 1), piece),
+                                true, dh);
           if constexpr (interleaved) deinterleave<T>(gates[i], ups[i]);
           swiglu_grad_row<T>(arithmetic, row, dh, gates[i], ups[i], h);
           if constexpr (interleaved) interleave<T>(gates[i], ups[i]);

@@ -277,8 +277,9 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const Params&
 }
 
 template <typename Config>
-using ProducerOf =
-    std::conditional_t<Config::kGathersRows, GatherProducer,
-                       std::conditional_t<Config::kLowRank, LowRankProducer, TmaProducer>>;
+using ProducerOf = std::conditional_t<
+    Config::kGathersRows, GatherProducer,
+    std::conditional_t<Config::kLowRank, LowRankProducer,
+                       std::conditional_t<Config::kSwapped, SwappedProducer, TmaProducer>>>;
 
 }  // namespace grouped_linear::cuda::sm90

@@ -75,8 +75,17 @@ void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutpu
   const TensorMaps all = maps.with(maps.gated(Gemm::kTileN / Gemm::kBBoxes),
                                    maps.gated(Gemm::kNarrowCols / Gemm::kNarrowBBoxes));
   for_form(swiglu.form, [&]<typename Form>(const Form& form) {
-    launch_elementwise<Element, Major::kK, work, SwigluForward<Form, false>>(
-        launch, all, gemm, maps.a, {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, form});
+    using Elementwise = SwigluForward<Form, false>;
+    const typename Elementwise::Arguments epilogue{linear, swiglu.h.data_ptr(), swiglu.keep_gate_up,
+                                                   form};
+    if constexpr (std::is_same_v<Form, PlainSwiglu>)
+      if (takes_swapped(launch, gemm)) {
+        const CUtensorMap b = maps.gated(kTile16BitSwapped.n / 2);
+        return launch_gemm<Swapped16Bit<Element, Major::kK, work>,
+                           ElementwiseEpilogue<Elementwise>>(launch, maps.with(b, b), gemm, {},
+                                                             epilogue, maps.row_boxes());
+      }
+    launch_elementwise<Element, Major::kK, work, Elementwise>(launch, all, gemm, maps.a, epilogue);
   });
 }
 
@@ -91,12 +100,23 @@ void run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const Swiglu
   const auto run = [&]<Major b_major, bool in_pairs, typename Form>(
                        std::integral_constant<Major, b_major>, std::bool_constant<in_pairs>,
                        const Form& form, const TensorMaps& all) {
-    constexpr bool gathers = std::is_same_v<Form, PlainSwiglu>;
-    launch_elementwise<Element, b_major, StoreWork::kElementwise, SwigluBackward<Form, in_pairs>,
-                       gathers>(
-        launch, all, gemm, maps.a,
-        {linear, gate_up.const_data_ptr(), gate_up.stride(0), data<float>(grad.weight),
-         grad.d_gate_up.data_ptr(), grad.h.data_ptr(), mutable_data<float>(partial), form});
+    constexpr bool plain = std::is_same_v<Form, PlainSwiglu>;
+    using Elementwise = SwigluBackward<Form, in_pairs>;
+    const typename Elementwise::Arguments epilogue{linear,
+                                                   gate_up.const_data_ptr(),
+                                                   gate_up.stride(0),
+                                                   data<float>(grad.weight),
+                                                   grad.d_gate_up.data_ptr(),
+                                                   grad.h.data_ptr(),
+                                                   mutable_data<float>(partial),
+                                                   form};
+    if constexpr (plain && b_major == Major::kMN)
+      if (takes_swapped(launch, gemm))
+        return launch_gemm<Swapped16Bit<Element, b_major, StoreWork::kElementwise>,
+                           ElementwiseEpilogue<Elementwise>>(launch, all, gemm, {}, epilogue,
+                                                             maps.row_boxes());
+    launch_elementwise<Element, b_major, StoreWork::kElementwise, Elementwise, plain>(
+        launch, all, gemm, maps.a, epilogue);
   };
   if (interleaved) {
     using Gemm = MGrouped16Bit<Element, Major::kK>;

@@ -36,7 +36,8 @@
 // They are in scheduler.cuh, producer.cuh, gather_producer.cuh, scale_warp.cuh, mainloop_*.cuh and
 // epilogue.cuh, and store_warp.cuh or elementwise_epilogue.cuh, in this order. Zeros are written by
 // the scheduler, or by a store warp while it waits: zero_fill.cuh. With a low-rank second product,
-// producer and math warps go on with its k-blocks: low_rank.cuh.
+// producer and math warps go on with its k-blocks: low_rank.cuh. With swapped operands a tile's
+// rows lie along wgmma's N: swapped.cuh.
 //
 // The two tiles of a cluster are neighbours and share an operand's tile, see tile_order.cuh. Each
 // block loads one half of it into both.
@@ -54,21 +55,26 @@
 #include "cuda/gemm/sm90/mainloop_fp8.cuh"
 #include "cuda/gemm/sm90/scale_warp.cuh"
 #include "cuda/gemm/sm90/store_warp.cuh"
+#include "cuda/gemm/sm90/swapped.cuh"
 
 namespace grouped_linear::cuda::sm90 {
 
-// A math warpgroup: the main loop, split-K fix-up and epilogue of its 64 rows of every tile of this
-// block.
+// A math warpgroup: the main loop, split-K fix-up and epilogue of its 64 rows, or swapped its 64
+// columns, of every tile of this block.
 template <typename Config, typename Epilogue, typename Params>
 __device__ void compute_tiles(SharedStorage<Config>& shared, const Params& params) {
   const auto& epilogue = params.epilogue;
-  const MathThread thread{static_cast<int>(threadIdx.x / 128 - 1),
+  // Shuffled, ptxas keeps wgmma's descriptors in uniform registers.
+  const int warpgroup = threadIdx.x / 128 - 1;
+  const MathThread thread{Config::kSwapped ? __shfl_sync(0xffffffff, warpgroup, 0) : warpgroup,
                           static_cast<int>(threadIdx.x / 32 - 4),
                           static_cast<int>(threadIdx.x % 32)};
   ConsumerPipeline<Config> pipeline(shared, thread.lane);
   auto& state = pipeline.state;
   const bool overwrite = !Config::kAdds || overwrites(epilogue);
-  const WgmmaOperands<Config> operands(shared.stages[0].a, shared.stages[0].b, thread.warpgroup);
+  const auto& first = shared.stages[0];
+  const WgmmaOperands<Config> operands(Config::kSwapped ? first.b : first.a,
+                                       Config::kSwapped ? first.a : first.b, thread.warpgroup);
   for (int number = 0;; ++number) {
     const auto sync = [&](int subtile, const auto& fill) {
       const uint32_t phase = (number * Epilogue::subtiles(epilogue) + subtile) & 1;
@@ -89,7 +95,8 @@ __device__ void compute_tiles(SharedStorage<Config>& shared, const Params& param
       state.advance();
     }
     const bool outside =
-        tile.row + thread.warpgroup * kWgmmaM >= tile.row_end || tile.col >= params.shape.cols;
+        !Config::kSwapped &&
+        (tile.row + thread.warpgroup * kWgmmaM >= tile.row_end || tile.col >= params.shape.cols);
     if (outside || (k_blocks == 0 && !overwrite)) {  // an empty group adds nothing
       int stages = k_blocks;
       if constexpr (Config::kLowRank) stages += low_rank_blocks(params.producer);
@@ -103,12 +110,17 @@ __device__ void compute_tiles(SharedStorage<Config>& shared, const Params& param
 
     const bool is_split_k = Config::kSplitsK && tile.is_split_k();
 
-    float accum[Config::kTileN / 2];
+    const int units = Config::kSwapped ? __shfl_sync(0xffffffff, swapped_units(tile), 0) : 0;
+    float accum[Config::kAccumulators];
     // With block scales the main loop clears it beneath the first wgmma. Without, ptxas would
     // spill, or serialise wgmma.
     if (k_blocks == 0 || !Config::kBlockScaled) clear_accumulator(accum);
     if constexpr (Config::kFp8)
       mainloop_fp8<Config>(shared, pipeline, operands, tile, k_blocks, thread, params, accum);
+    else if constexpr (Config::kSwapped)
+      with_rows<Config>(units, [&](auto rows) {
+        mainloop_16bit<Config, rows>(shared, pipeline, operands, tile, k_blocks, params, accum);
+      });
     else
       mainloop_16bit<Config>(shared, pipeline, operands, tile, k_blocks, params, accum);
 
@@ -121,7 +133,11 @@ __device__ void compute_tiles(SharedStorage<Config>& shared, const Params& param
         continue;
       }
     }
-    Epilogue::template apply<Config>(accum, shared, params, tile, overwrite, sync);
+    if constexpr (Config::kSwapped)
+      sync(0,
+           [&] { write_swapped<Config>(accum, shared.epilogue[thread.warpgroup][0][0], units); });
+    else
+      Epilogue::template apply<Config>(accum, shared, params, tile, overwrite, sync);
   }
 }
 
@@ -180,8 +196,9 @@ __device__ void prologue(Control& control, const TensorMaps& maps) {
     control.rank = static_cast<int>(cluster_rank());
     for (int i = 0; i < kMathWarpgroups; ++i) {
       mbarrier_init(&control.epilogue_full[i], kMathWarps / kMathWarpgroups);
-      // A third store warp reads the buffers of both warpgroups.
-      mbarrier_init(&control.epilogue_empty[i], roles.count(Role::kStore) == 3 ? 2 : 1);
+      // A third store warp reads the buffers of both warpgroups. Swapped, all three do.
+      const int readers = roles.count(Role::kStore) < 3 ? 1 : Config::kSwapped ? 3 : 2;
+      mbarrier_init(&control.epilogue_empty[i], readers);
     }
     fence_mbarrier_init();
   }
@@ -210,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterSize)
     if (threadIdx.x < 32) keep_active_groups<Config>(shared, epilogue, shape);
     __syncthreads();
   }
-  if constexpr (!Config::kKGrouped) {
+  if constexpr (Config::kHasNarrow) {
     if (takes_narrow<Config>(shared.groups, shape)) {
       __syncthreads();  // every thread has read the table, which changes now
       using Narrow = NarrowOf<Config>;
@@ -224,13 +241,13 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterSize)
       shared, KernelParams{maps, producer, scale_b, epilogue, workspace, counts, shape});
 }
 
-// The kernel's narrow_counts: M-grouped GEMMs alone have narrow tiles.
+// The kernel's narrow_counts.
 template <typename Config>
 TileCounts narrow_tile_counts(const GemmShape& shape) {
-  if constexpr (Config::kKGrouped)
-    return {};
-  else
+  if constexpr (Config::kHasNarrow)
     return tile_counts<NarrowOf<Config>>(shape);
+  else
+    return {};
 }
 
 }  // namespace grouped_linear::cuda::sm90

@@ -91,9 +91,10 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const GroupedGemm& gemm,
                  const typename ProducerOf<Config>::Arguments& producer = {}) {
   constexpr TileShape tile = Config::kFp8                         ? kTileFp8
                              : Config::kHalfStages                ? kTile16BitKGrouped
+                             : Config::kSwapped                   ? kTile16BitSwapped
                              : Config::kTileN == kTile16BitDeep.n ? kTile16BitDeep
                                                                   : kTile16Bit;
-  static_assert(tile.m == kTileM && tile.n == Config::kTileN && tile.k == Config::kTileK &&
+  static_assert(tile.m == Config::kTileM && tile.n == Config::kTileN && tile.k == Config::kTileK &&
                     tile.stages == Config::kStages && tile.cluster == kClusterSize,
                 "config.h tells Python the tile that is launched");
   const GemmShape& shape = gemm.shape;

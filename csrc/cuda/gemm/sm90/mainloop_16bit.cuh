@@ -10,14 +10,14 @@
 namespace grouped_linear::cuda::sm90 {
 
 // accum += the tile's k_blocks of a @ b.T, and a second product, if the kernel has one.
-// The first stage is full already.
-template <typename Config, typename Params>
+// The first stage is full already. n: see WgmmaOperands::issue.
+template <typename Config, int n = Config::kTileN, typename Params>
 __device__ __forceinline__ void mainloop_16bit(SharedStorage<Config>& shared,
                                                ConsumerPipeline<Config>& pipeline,
                                                const WgmmaOperands<Config>& operands,
                                                const WorkTile& tile, int k_blocks,
                                                const Params& params,
-                                               float (&accum)[Config::kTileN / 2]) {
+                                               float (&accum)[Config::kAccumulators]) {
   constexpr int whole = Config::kTileK / Config::kWgmmaK;
   // K-grouped: the last k-block may have fewer rows, in units of kWgmmaK; the others there are
   // zero.
@@ -33,7 +33,7 @@ __device__ __forceinline__ void mainloop_16bit(SharedStorage<Config>& shared,
     if (!ready) mbarrier_wait(&shared.full[state.stage], state.phase);
     if constexpr (Config::kNeedsProxyFence) fence_proxy_async();
     fence_operand(accum);
-    operands.issue(state.stage, accum, true);
+    operands.template issue<Config::kTileK, n>(state.stage, accum, true);
     const int stage = state.stage;
     state.advance();
     ready = mbarrier_test(pipeline.full(state.stage), state.phase);

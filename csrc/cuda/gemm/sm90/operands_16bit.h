@@ -18,7 +18,24 @@ using MGrouped16Bit = GemmConfig<T, T,
                                             .transposed = false,
                                             .store_work = store_work,
                                             .tile_n = tile.n,
-                                            .stages = tile.stages}>;
+                                            .stages = tile.stages,
+                                            .tile_m = tile.m}>;
+
+template <typename T, Major b_major, StoreWork store_work = StoreWork::kStore>
+using Swapped16Bit = MGrouped16Bit<T, b_major, false, store_work, kTile16BitSwapped>;
+
+// Whether operands are swapped (swapped.cuh), where that has a kernel: where groups have one to
+// three such tiles on average, with 144 of their 192 rows. Then tiles of 128 rows waste more than
+// smaller tiles cost (H200, 2026-11: 0.82 to 0.92 of the time with 160 rows, 0.94 to 0.97 with 512;
+// 1.04 with 256, 0.96 to 1.03 with 1024). Clusters have all their columns, and all have tiles.
+inline bool takes_swapped(const Launch& launch, const GroupedGemm& gemm) {
+  const GemmShape& shape = gemm.shape;
+  constexpr int rows = kTile16BitSwapped.m, cols = kTile16BitSwapped.n * kClusterSize;
+  const int mean = shape.T / shape.E, tiles = ceil_div(mean, rows);
+  return !gemm.a_rows && gemm.epilogue.bias == nullptr && shape.K >= 512 &&
+         shape.cols % cols == 0 && 1 <= tiles && tiles <= 3 && mean >= tiles * 144 &&
+         int64_t{shape.T} / rows * (shape.cols / cols) >= launch.multiprocessors() / kClusterSize;
+}
 
 // a [T, K], and b [E, N, K] that is dense along K, where N may be gate and up, or along N.
 struct MGroupedMaps {
@@ -47,8 +64,13 @@ struct MGroupedMaps {
   CUtensorMap mn_major() const {
     return map(b, {N, K, E}, {map_stride(b, 2, N), map_stride(b, 0, N * K)}, {kLine, kLine, 1});
   }
+  // a in boxes of so many rows.
+  CUtensorMap rows(uint32_t count) const {
+    return map(a, {K, a.size(0)}, {map_stride(a, 0, K)}, {kLine, count});
+  }
+  RowBoxes row_boxes() const { return {rows(8), rows(16), rows(32), rows(64)}; }
   TensorMaps with(const CUtensorMap& map_b, const CUtensorMap& narrow_b) const {
-    const CUtensorMap map_a = map(a, {K, a.size(0)}, {map_stride(a, 0, K)}, {kLine, kTileM / 2});
+    const CUtensorMap map_a = rows(kTileM / 2);
     return {map_a, map_b, map_a, map_b, map_a, narrow_b};
   }
 

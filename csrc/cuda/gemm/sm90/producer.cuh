@@ -103,6 +103,27 @@ __device__ __forceinline__ void TmaProducer::load_b(SharedStorage<Config>& share
   }
 }
 
+// a in boxes of 8, 16, 32 and 64 rows.
+struct RowBoxes {
+  CUtensorMap a[4];
+};
+
+// Loads one half of a swapped tile's rows into both blocks, in a box of each size at most.
+template <typename Config>
+__device__ __forceinline__ void load_rows(SharedStorage<Config>& shared, const RowBoxes& boxes,
+                                          const WorkTile& tile, int stage, int k_block, int half) {
+  constexpr uint16_t all = (1 << kClusterSize) - 1;
+  const int units = swapped_units(tile);
+  int row = half * units * (kSwappedUnit / 2);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if ((units >> i & 1) == 0) continue;
+    tma_load_2d(shared.stages[stage].a + row * kSwizzleBytes, &boxes.a[i], &shared.full[stage], all,
+                k_block * Config::kTileK, tile.row + row);
+    row += 8 << i;
+  }
+}
+
 template <typename Config, typename Params>
 __device__ void TmaProducer::run(SharedStorage<Config>& shared, const Params& params) {
   const TensorMaps& maps = params.maps;
@@ -135,8 +156,10 @@ __device__ void TmaProducer::run(SharedStorage<Config>& shared, const Params& pa
         tma_load_2d(shared.scales[stage].columns, &maps.scale_b, scales_full, 0, tile.col,
                     tile.k_begin + k_block);
       }
+      const int a_bytes =
+          Config::kSwapped ? swapped_units(tile) * kSwappedUnit * kSwizzleBytes : Config::kABytes;
       constexpr int b_bytes = Config::kDecodesB ? 0 : Config::kBBytes;
-      mbarrier_arrive_expect_tx(full, Config::kABytes + b_bytes + scale_bytes);
+      mbarrier_arrive_expect_tx(full, a_bytes + b_bytes + scale_bytes);
       if (Config::kMulticastB && tile.cluster_along_m()) {
         load_a<Config>(shared, maps, tile, stage, k_block, 0, 0);
         load_a<Config>(shared, maps, tile, stage, k_block, 1, 0);
@@ -146,6 +169,8 @@ __device__ void TmaProducer::run(SharedStorage<Config>& shared, const Params& pa
         if (Config::kLoneColumnAlongM && tile.cluster_along_m()) {
           load_a<Config>(shared, maps, tile, stage, k_block, 0, 0);
           load_a<Config>(shared, maps, tile, stage, k_block, 1, 0);
+        } else if constexpr (Config::kSwapped) {
+          load_rows<Config>(shared, params.producer, tile, stage, k_block, rank);
         } else {
           load_a<Config>(shared, maps, tile, stage, k_block, rank, all);
         }
@@ -170,9 +195,12 @@ __device__ void TmaProducer::run(SharedStorage<Config>& shared, const Params& pa
   }
 }
 
-// The same with the second product's operands.
+// The same with the second product's operands, or with a's boxes for swapped tiles.
 struct LowRankProducer : TmaProducer {
   using Arguments = LowRankOperands;
+};
+struct SwappedProducer : TmaProducer {
+  using Arguments = RowBoxes;
 };
 
 }  // namespace grouped_linear::cuda::sm90

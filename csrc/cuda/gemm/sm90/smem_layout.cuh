@@ -101,7 +101,7 @@ struct TileBuffers {
 
   Stage stages[Config::kStages];
   // A warpgroup's, and in it its warps' where they store by themselves.
-  alignas(1024) uint8_t epilogue[kMathWarpgroups][kWgmmaM / Config::kEpilogueRows]
+  alignas(1024) uint8_t epilogue[kMathWarpgroups][Config::kWarpgroupRows / Config::kEpilogueRows]
                                 [Config::kEpilogueBuffers][Config::kEpilogueRows * kSwizzleBytes];
   std::conditional_t<Config::kBlockScaled, Scales, NoScales> scales[Config::kStages];
   // The numbers of the rows that a K-grouped GEMM gathers.

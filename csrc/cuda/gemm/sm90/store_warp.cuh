@@ -35,7 +35,7 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const Params& params,
   const EpilogueArguments& epilogue = params.epilogue;
   const GemmShape& shape = params.shape;
   constexpr int buffers = Config::kEpilogueBuffers, at_once = whole_rows ? buffers : 1;
-  constexpr int parts = kWgmmaM / Config::kEpilogueRows;
+  constexpr int parts = Config::kWarpgroupRows / Config::kEpilogueRows;
   const int subtiles = LinearEpilogue::subtiles(epilogue);
   const int line_cols = line_cols_of(epilogue);
   const bool adds = Config::kAdds && !overwrites(epilogue);
@@ -68,7 +68,7 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const Params& params,
     constexpr bool transposed = Config::kTransposed;
     const int out_rows = transposed ? shape.cols : shape.rows;
     const int before = Config::kKGrouped ? tile.group * out_rows : 0;
-    const int row = tile.row + warpgroup * kWgmmaM;
+    const int row = tile.row + (Config::kSwapped ? 0 : warpgroup * kWgmmaM);
     const RaggedRows rows(before + (transposed ? tile.col : row),
                           before + (transposed ? out_rows : tile.row_end));
     const bool nothing = !epilogue.aligned || row >= tile.row_end || tile.destination_slot() > 0 ||
@@ -76,7 +76,8 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const Params& params,
                          (transposed && tile.col >= shape.cols);
     const int end = nothing ? 0 : shape.cols;  // of the columns to store
     for (int subtile = 0; subtile < subtiles; ++subtile) {
-      const int first = tile.col + subtile * buffers * line_cols;
+      const int first =
+          tile.col + (Config::kSwapped ? warpgroup * kWgmmaM : subtile * buffers * line_cols);
       const int used = !transposed ? min((end - first + line_cols - 1) / line_cols, buffers)
                        : nothing   ? 0
                                    : buffers;

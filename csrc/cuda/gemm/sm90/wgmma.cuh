@@ -10,6 +10,7 @@
 
 #include "cuda/gemm/sm90/config.h"
 #include "cuda/gemm/sm90/ptx.cuh"
+#include "cuda/gemm/sm90/wgmma_operands.h"
 
 namespace grouped_linear::cuda::sm90 {
 
@@ -41,33 +42,6 @@ __device__ __forceinline__ uint32_t smem_descriptor_low(const void* pointer,
   return smem_address(pointer) % (1 << 24) / 16 | leading_bytes >> 4 << 16;
 }
 
-// Operand lists of an m64nNkK instruction, by 64 columns: 32 accumulator registers each.
-#define GROUPED_LINEAR_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define GROUPED_LINEAR_D16(i)                                               \
-  GROUPED_LINEAR_D4(i), GROUPED_LINEAR_D4(i + 4), GROUPED_LINEAR_D4(i + 8), \
-      GROUPED_LINEAR_D4(i + 12)
-#define GROUPED_LINEAR_D64 GROUPED_LINEAR_D16(0), GROUPED_LINEAR_D16(16)
-#define GROUPED_LINEAR_D128 GROUPED_LINEAR_D64, GROUPED_LINEAR_D16(32), GROUPED_LINEAR_D16(48)
-#define GROUPED_LINEAR_D192 GROUPED_LINEAR_D128, GROUPED_LINEAR_D16(64), GROUPED_LINEAR_D16(80)
-#define GROUPED_LINEAR_D256 GROUPED_LINEAR_D192, GROUPED_LINEAR_D16(96), GROUPED_LINEAR_D16(112)
-#define GROUPED_LINEAR_R64                                                 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define GROUPED_LINEAR_R128                                                          \
-  GROUPED_LINEAR_R64                                                                 \
-  ", "                                                                               \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define GROUPED_LINEAR_R192                                                          \
-  GROUPED_LINEAR_R128                                                                \
-  ", "                                                                               \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define GROUPED_LINEAR_R256                                                                      \
-  GROUPED_LINEAR_R192                                                                            \
-  ", "                                                                                           \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 // a, b and add are the three operands after the registers.
 #define GROUPED_LINEAR_WGMMA_N(n, a_at, b_at, add_at, k, types, majors)                   \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add_at                             \
@@ -78,20 +52,27 @@ __device__ __forceinline__ uint32_t smem_descriptor_low(const void* pointer,
                : GROUPED_LINEAR_D##n                                                      \
                : "l"(a), "l"(b), "r"(add))
 
-// d = (add ? d : 0) + a @ b.T, a 64 x n product.
-template <typename A, typename B, int n, Major a_major, Major b_major>
-__device__ __forceinline__ void wgmma(float (&d)[n / 2], uint64_t a, uint64_t b, int add) {
-  static_assert(n == 64 || n == 128 || n == 192 || n == 256,
-                "wgmma.cuh has instructions for tiles of 64, 128, 192 and 256 columns");
-#define GROUPED_LINEAR_WGMMA(k, types, majors)                          \
-  if constexpr (n == 64)                                                \
-    GROUPED_LINEAR_WGMMA_N(64, "%32", "%33", "%34", k, types, majors);  \
-  else if constexpr (n == 128)                                          \
-    GROUPED_LINEAR_WGMMA_N(128, "%64", "%65", "%66", k, types, majors); \
-  else if constexpr (n == 192)                                          \
-    GROUPED_LINEAR_WGMMA_N(192, "%96", "%97", "%98", k, types, majors); \
-  else                                                                  \
-    GROUPED_LINEAR_WGMMA_N(256, "%128", "%129", "%130", k, types, majors)
+// d = (add ? d : 0) + a @ b.T, a 64 x n product, in the first n / 2 registers of d.
+template <typename A, typename B, int n, Major a_major, Major b_major, int count>
+__device__ __forceinline__ void wgmma(float (&d)[count], uint64_t a, uint64_t b, int add) {
+  static_assert(n / 2 <= count && n % 16 == 0 && n > 0 && (n <= 192 || n == 256),
+                "wgmma.cuh has instructions for multiples of 16 columns to 192, and for 256");
+#define GROUPED_LINEAR_WGMMA_CASE(n_, a_at, b_at, add_at, k, types, majors) \
+  if constexpr (n == n_) GROUPED_LINEAR_WGMMA_N(n_, a_at, b_at, add_at, k, types, majors)
+#define GROUPED_LINEAR_WGMMA(k, types, majors)                           \
+  GROUPED_LINEAR_WGMMA_CASE(16, "%8", "%9", "%10", k, types, majors);    \
+  GROUPED_LINEAR_WGMMA_CASE(32, "%16", "%17", "%18", k, types, majors);  \
+  GROUPED_LINEAR_WGMMA_CASE(48, "%24", "%25", "%26", k, types, majors);  \
+  GROUPED_LINEAR_WGMMA_CASE(64, "%32", "%33", "%34", k, types, majors);  \
+  GROUPED_LINEAR_WGMMA_CASE(80, "%40", "%41", "%42", k, types, majors);  \
+  GROUPED_LINEAR_WGMMA_CASE(96, "%48", "%49", "%50", k, types, majors);  \
+  GROUPED_LINEAR_WGMMA_CASE(112, "%56", "%57", "%58", k, types, majors); \
+  GROUPED_LINEAR_WGMMA_CASE(128, "%64", "%65", "%66", k, types, majors); \
+  GROUPED_LINEAR_WGMMA_CASE(144, "%72", "%73", "%74", k, types, majors); \
+  GROUPED_LINEAR_WGMMA_CASE(160, "%80", "%81", "%82", k, types, majors); \
+  GROUPED_LINEAR_WGMMA_CASE(176, "%88", "%89", "%90", k, types, majors); \
+  GROUPED_LINEAR_WGMMA_CASE(192, "%96", "%97", "%98", k, types, majors); \
+  GROUPED_LINEAR_WGMMA_CASE(256, "%128", "%129", "%130", k, types, majors)
 #define GROUPED_LINEAR_WGMMA_MAJORS(types)                      \
   if constexpr (a_major == Major::kK && b_major == Major::kK) { \
     GROUPED_LINEAR_WGMMA("16", types, ", 0, 0");                \
@@ -117,6 +98,7 @@ __device__ __forceinline__ void wgmma(float (&d)[n / 2], uint64_t a, uint64_t b,
   }
 #undef GROUPED_LINEAR_WGMMA_MAJORS
 #undef GROUPED_LINEAR_WGMMA
+#undef GROUPED_LINEAR_WGMMA_CASE
 }
 
 // d += a @ b.T, a 64 x n product over 16 elements of bfloat16, with a in registers: of a thread, of
@@ -139,51 +121,41 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[count], const uint32_
 }
 
 #undef GROUPED_LINEAR_WGMMA_N
-#undef GROUPED_LINEAR_R256
-#undef GROUPED_LINEAR_R192
-#undef GROUPED_LINEAR_R128
-#undef GROUPED_LINEAR_R64
-#undef GROUPED_LINEAR_D256
-#undef GROUPED_LINEAR_D192
-#undef GROUPED_LINEAR_D128
-#undef GROUPED_LINEAR_D64
-#undef GROUPED_LINEAR_D16
-#undef GROUPED_LINEAR_D4
 
 // The operands of one warpgroup. The descriptors of a stage and of a step along K are the first
 // ones plus constants in their lower halves.
 template <typename Config>
 class WgmmaOperands {
+  static constexpr Major kAMajor = Config::kSwapped ? Config::kBMajor : Config::kAMajor;
+  static constexpr Major kBMajor = Config::kSwapped ? Config::kAMajor : Config::kBMajor;
+
  public:
-  // a and b: in the first stage. Stages are kStageBytes apart.
+  // wgmma's a and b, in the first stage. Stages are kStageBytes apart.
   __device__ WgmmaOperands(const uint8_t* a, const uint8_t* b, int warpgroup)
-      : a_(first_of(a, Config::kAMajor) +
-           warpgroup * (Config::kAMajor == Major::kK ? kWgmmaM * kSwizzleBytes : kColumnBytes) /
-               16),
-        b_(first_of(b, Config::kBMajor)) {
+      : a_(first_of(a, kAMajor) +
+           warpgroup * (kAMajor == Major::kK ? kWgmmaM * kSwizzleBytes : kColumnBytes) / 16),
+        b_(first_of(b, kBMajor)) {
     // All lanes have the same values, which the compiler cannot see. After the shuffle it keeps
     // them in uniform registers.
     a_ = __shfl_sync(0xffffffff, a_, 0);
     b_ = __shfl_sync(0xffffffff, b_, 0);
   }
 
-  // accum = (add ? accum : 0) + a @ b.T over the first `k_extent` elements of the stage's kTileK.
-  template <int k_extent = Config::kTileK>
-  __device__ __forceinline__ void issue(int stage, float (&accum)[Config::kTileN / 2],
+  // accum = (add ? accum : 0) + a @ b.T over the first `k_extent` elements of the stage's kTileK,
+  // with n lines of b.
+  template <int k_extent = Config::kTileK, int n = Config::kTileN>
+  __device__ __forceinline__ void issue(int stage, float (&accum)[Config::kAccumulators],
                                         bool add) const {
     const uint32_t at = stage * static_cast<uint32_t>(Config::kStageBytes / 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < k_extent; k += Config::kWgmmaK) {
       constexpr int k_major = sizeof(typename Config::A), mn_major = kSwizzleBytes;
-      const uint64_t a =
-          smem_descriptor(a_ + at + k * (Config::kAMajor == Major::kK ? k_major : mn_major) / 16,
-                          8 * kSwizzleBytes);
-      const uint64_t b =
-          smem_descriptor(b_ + at + k * (Config::kBMajor == Major::kK ? k_major : mn_major) / 16,
-                          8 * kSwizzleBytes);
-      wgmma<typename Config::A, typename Config::B, Config::kTileN, Config::kAMajor,
-            Config::kBMajor>(accum, a, b, add || k > 0);
+      const uint64_t a = smem_descriptor(
+          a_ + at + k * (kAMajor == Major::kK ? k_major : mn_major) / 16, 8 * kSwizzleBytes);
+      const uint64_t b = smem_descriptor(
+          b_ + at + k * (kBMajor == Major::kK ? k_major : mn_major) / 16, 8 * kSwizzleBytes);
+      wgmma<typename Config::A, typename Config::B, n, kAMajor, kBMajor>(accum, a, b, add || k > 0);
     }
     wgmma_commit();
   }
