@@ -55,11 +55,9 @@ constexpr int kFixupUnits = 4;
 constexpr int kMinLeadingUnits = 8;
 constexpr int kMaxSlicesPerTile = 8;  // adding more slices would take longer than computing them
 
-// Whether a kernel may draw tickets. FP8 that gathers may take 1.008 of its time. Not measured where
-// b is in MXFP4.
+// Whether a kernel may draw tickets. Not measured where b is in MXFP4.
 template <typename Config>
-constexpr bool kDrawsTickets =
-    Config::kKGrouped || !(Config::kDecodesB || (Config::kFp8 && Config::kGathersRows));
+constexpr bool kDrawsTickets = Config::kKGrouped || !Config::kDecodesB;
 // An M-grouped GEMM with a shorter K, or with no more tiles a cluster, has static rounds, because
 // tickets may take more than 1.005 of its time (H200, 2026-11: K of 512 in FP8 1.023, with gathered
 // rows 1.010; 4.7 tiles a cluster 1.011; 5.3 tiles with SwiGLU 1.009, with gathered rows too 1.08).
