@@ -24,16 +24,17 @@ using MGrouped16Bit = GemmConfig<T, T,
 template <typename T, Major b_major, StoreWork store_work = StoreWork::kStore>
 using Swapped16Bit = MGrouped16Bit<T, b_major, false, store_work, kTile16BitSwapped>;
 
-// Whether operands are swapped (swapped.cuh), where that has a kernel: where groups have one to
-// three such tiles on average, with 144 of their 192 rows. Then tiles of 128 rows waste more than
-// smaller tiles cost (H200, 2026-11: 0.82 to 0.92 of the time with 160 rows, 0.94 to 0.97 with 512;
-// 1.04 with 256, 0.96 to 1.03 with 1024). Clusters have all their columns, and all have tiles.
+// Whether operands are swapped (swapped.cuh), where that has a kernel: where groups that end anywhere
+// lose more in tiles of 128 rows than smaller tiles cost. From 192 to 288 rows the second tile of 192
+// is mostly empty (224 random rows: 1.07 to 1.15 of the time). Clusters have all their columns, and
+// all have tiles.
 inline bool takes_swapped(const Launch& launch, const GroupedGemm& gemm) {
   const GemmShape& shape = gemm.shape;
   constexpr int rows = kTile16BitSwapped.m, cols = kTile16BitSwapped.n * kClusterSize;
-  const int mean = shape.T / shape.E, tiles = ceil_div(mean, rows);
-  return !gemm.a_rows && gemm.epilogue.bias == nullptr && shape.K >= 512 &&
-         shape.cols % cols == 0 && 1 <= tiles && tiles <= 3 && mean >= tiles * 144 &&
+  const int mean = shape.T / shape.E;
+  const bool fits = mean > rows ? mean >= 288 : mean >= 128;
+  return fits && !gemm.a_rows && gemm.epilogue.bias == nullptr && shape.K >= 512 &&
+         shape.cols % cols == 0 &&
          int64_t{shape.T} / rows * (shape.cols / cols) >= launch.multiprocessors() / kClusterSize;
 }
 
