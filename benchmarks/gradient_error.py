@@ -53,6 +53,23 @@ def gradients(learner: Learner, batches: Iterable[Tensor]) -> Iterator[Gradients
         yield {name: p.grad for name, p in learner.model.named_parameters()}
 
 
+class Exact(NamedTuple):
+    """Float32's gradients of each batch, and their sizes in each part of the parameters."""
+
+    of_batches: Sequence[Gradients]
+    total: Gradients
+    parts: Mapping[str, Sequence[str]]
+    size_of_batches: Sequence[float]
+    size_of_total: Sequence[float]
+
+    @classmethod
+    def of(cls, of_batches: Sequence[Gradients], parts: Mapping[str, Sequence[str]]) -> "Exact":
+        total = {name: torch.stack([e[name] for e in of_batches]).sum(0) for name in of_batches[0]}
+        sizes = [size([norm(e, names) for e in of_batches]) for names in parts.values()]
+        sizes_of_total = [float(norm(total, names)) for names in parts.values()]
+        return cls(of_batches, total, parts, sizes, sizes_of_total)
+
+
 def exact_gradients(scale: Scale, weights: Any, batches: Sequence[Tensor]) -> list[Gradients]:
     """In float32, by transformers' experts one after the other."""
     model: Any = new_model(scale, 0, batches[0].device)
@@ -61,42 +78,34 @@ def exact_gradients(scale: Scale, weights: Any, batches: Sequence[Tensor]) -> li
     return list(gradients(Learner(model, compiled=False, autocast=False), batches))
 
 
-def distances(
-    of_batches: Iterable[Gradients], exact: Sequence[Gradients], parts: Mapping[str, Sequence[str]]
-) -> list[Distance]:
+def distances(of_batches: Iterable[Gradients], exact: Exact) -> list[Distance]:
     """Of each part of the parameters."""
-    errors = [list[Tensor]() for _ in parts]
+    errors = [list[Tensor]() for _ in exact.parts]
     sums: Gradients = {}
-    for given, right in zip(of_batches, exact, strict=True):
+    for given, right in zip(of_batches, exact.of_batches, strict=True):
         difference = {name: given[name] - right[name] for name in right}
-        for error, names in zip(errors, parts.values(), strict=True):
+        for error, names in zip(errors, exact.parts.values(), strict=True):
             error.append(norm(difference, names))
         sums = {name: sums[name] + d for name, d in difference.items()} if sums else difference
-    total = total_of(exact)
+    sizes = zip(exact.size_of_batches, exact.size_of_total, strict=True)
     return [
-        Distance(size(error) / size([norm(e, names) for e in exact]), ratio(sums, total, names))
-        for error, names in zip(errors, parts.values(), strict=True)
+        Distance(size(error) / of_batch, float(norm(sums, names)) / of_total)
+        for error, names, (of_batch, of_total) in zip(
+            errors, exact.parts.values(), sizes, strict=True
+        )
     ]
 
 
-def noise(exact: Sequence[Gradients], parts: Mapping[str, Sequence[str]]) -> list[Distance]:
+def noise(exact: Exact) -> list[Distance]:
     """From the mean of all possible batches, estimated by these."""
-    B, total, found = len(exact), total_of(exact), []
-    for names in parts.values():
-        means = {name: total[name] / B for name in names}
-        apart = [norm({n: e[n] - means[n] for n in names}, names) for e in exact]
+    B, found = len(exact.of_batches), []
+    sizes = zip(exact.size_of_batches, exact.size_of_total, strict=True)
+    for names, (of_batch, of_total) in zip(exact.parts.values(), sizes, strict=True):
+        means = {name: exact.total[name] / B for name in names}
+        apart = [norm({n: e[n] - means[n] for n in names}, names) for e in exact.of_batches]
         deviation = size(apart) / (B - 1) ** 0.5  # of a batch
-        of_batch = deviation * B**0.5 / size([norm(e, names) for e in exact])
-        found.append(Distance(of_batch, deviation / B**0.5 / float(norm(means, names))))
+        found.append(Distance(deviation * B**0.5 / of_batch, deviation * B**0.5 / of_total))
     return found
-
-
-def total_of(exact: Sequence[Gradients]) -> Gradients:
-    return {name: torch.stack([e[name] for e in exact]).sum(0) for name in exact[0]}
-
-
-def ratio(a: Gradients, b: Gradients, names: Sequence[str]) -> float:
-    return float(norm(a, names) / norm(b, names))
 
 
 def norm(of: Gradients, names: Sequence[str]) -> Tensor:
@@ -141,7 +150,7 @@ def measure(options: argparse.Namespace, data: Corpus, device: torch.device) -> 
         "everything else": [name for name in names if EXPERTS not in name],
     }
     del learner
-    exact = exact_gradients(scale, weights, batches)
+    exact = Exact.of(exact_gradients(scale, weights, batches), parts)
     measures = [f"{part}: {of}" for part in parts for of in ("of a batch, %", "of the mean, %")]
     cells, operands = [["", *measures]], list[list[str]]()
 
@@ -149,11 +158,11 @@ def measure(options: argparse.Namespace, data: Corpus, device: torch.device) -> 
         cells.append([label, *(f"{100 * x:.2f}" for distance in found for x in distance)])
         print(*cells[-1], sep="  ", flush=True)
 
-    add("another batch", noise(exact, parts))
+    add("another batch", noise(exact))
     for mode in options.modes:
         training = Training(mode, scale, device, data, compiled=False)
         training.model.load_state_dict(weights)
-        add(LABELS[mode], distances(gradients(training.forward, batches), exact, parts))
+        add(LABELS[mode], distances(gradients(training.forward, batches), exact))
         if mode == "fp8":
             operands = counts(training, batches[0])
         del training

@@ -194,13 +194,13 @@ def test_gradients_lie_as_far_from_the_exact_ones_as_their_formats_say(
 def test_distances_of_gradients() -> None:
     generator = torch.Generator().manual_seed(0)
     true = torch.full((1000,), 2.0)
-    exact = [{"w": true + torch.randn(1000, generator=generator)} for _ in range(50)]
-    parts = {"all": ["w"]}
-    (noise,) = gradient_error.noise(exact, parts)
+    batches = [{"w": true + torch.randn(1000, generator=generator)} for _ in range(50)]
+    exact = gradient_error.Exact.of(batches, {"all": ["w"]})
+    (noise,) = gradient_error.noise(exact)
     assert noise == pytest.approx((1 / math.sqrt(5), 1 / math.sqrt(4 * 50)), rel=0.03)
-    one_side = [{"w": e["w"] + 0.1} for e in exact]
-    (leaning,) = gradient_error.distances(one_side, exact, parts)
+    one_side = [{"w": e["w"] + 0.1} for e in batches]
+    (leaning,) = gradient_error.distances(one_side, exact)
     assert leaning == pytest.approx((0.1 / math.sqrt(5), 0.1 / 2), rel=0.01)
-    either = [{"w": e["w"] + 0.1 * (-1) ** b} for b, e in enumerate(exact)]
-    (fair,) = gradient_error.distances(either, exact, parts)
+    either = [{"w": e["w"] + 0.1 * (-1) ** b} for b, e in enumerate(batches)]
+    (fair,) = gradient_error.distances(either, exact)
     assert fair == pytest.approx((0.1 / math.sqrt(5), 0), rel=0.01, abs=1e-5)
