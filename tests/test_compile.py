@@ -43,6 +43,7 @@ from support.layers import linear_of
 from support.pairs import in_turn
 from support.recipes import RECIPES as EVERY_RECIPE
 from support.tensors import BF16
+from support.versions import READS_FIELDS_ALONE
 
 T, E, K, N = 40, 3, 32, 48
 SPLITS = ([10, 20, 10], [0, 40, 0], [0, 0, 0], [1, 2, 3], [40, 0, 0])
@@ -338,7 +339,8 @@ def test_numbers_are_constants(name: str) -> None:
         first = y if isinstance(y, Tensor) else y[0]
         if first.requires_grad:
             first.sum().backward()
-    assert counter.frame_count == 1
+    once = READS_FIELDS_ALONE or name != "recipe and activation"
+    assert counter.frame_count == (1 if once else 2)
 
 
 def test_no_default_is_a_float() -> None:

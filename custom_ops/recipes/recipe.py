@@ -156,7 +156,7 @@ class Recipe:
 def _round_in_blocks(x: Format, w: Format, dy: Format) -> bool:
     """Whether numbers are rounded to FP8 in blocks, wgrad's too; fake_quantize leaves some."""
     rounded = [f for f in (x.rounds_to, w.rounds_to, dy.rounds_to) if f != AS_IT_IS]
-    in_blocks = bool(rounded) and all(f.scaling == "block" for f in rounded)
+    in_blocks = len(rounded) > 0 and all(f.scaling == "block" for f in rounded)
     return in_blocks and not dy.rounds_to.share_scales and all(not f.wgrad_dtype for f in rounded)
 
 
