@@ -254,6 +254,15 @@ def test_first_scales_are_not_lost_on_the_meta_device() -> None:
     )
 
 
+def test_what_torchtitan_has_parallelized() -> None:
+    """Its forward, which sends tokens to other processes, is in the place of the experts'."""
+    model: Any = model_of("grouped", "cpu")
+    model[1].experts._parallelized = True
+    assert sentence(lambda: convert(model)) == (
+        "convert: 1.experts: torchtitan has parallelized it already: convert before"
+    )
+
+
 def test_what_is_converted_is_left_alone() -> None:
     model = nn.Sequential(model_of("grouped", "cpu"), model_of("grouped", "cpu"))
     convert(model[0], DelayedScaling())

@@ -5,6 +5,7 @@ E experts, H features of a token, F features inside an expert.
 
 import json
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ with skipping_for_old_transformers():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
+    from grouped_linear.integrations import fp8_checkpoint
     from grouped_linear.integrations.transformers import fp8_quantization_config, fp8_tensors
 
 E, F, H = 3, 256, 144
@@ -279,6 +281,18 @@ def test_what_is_refused() -> None:
     dense, adapted = transformers.LlamaForCausalLM(config), model_of()
     adapted.lm_head.register_parameter("lora_a", nn.Parameter(torch.zeros(1)))
     recipe = Float8BlockScaling()
+
+    def changed(change: Callable[[Any], Any]) -> None:
+        model = model_of("mixtral", num_hidden_layers=1)
+        convert(model, recipe, weights="both")
+        change(model)
+        fp8_tensors(model)
+
+    def rename(model: Any) -> None:
+        layer = model.model.layers[0].mlp
+        layer.others = layer.experts
+        del layer.experts
+
     mistakes = [
         lambda: tensors(model=dense),
         lambda: tensors(model=adapted),
@@ -288,6 +302,10 @@ def test_what_is_refused() -> None:
         lambda: tensors(Float8CurrentScaling(), "both"),
         lambda: tensors(recipe, "both", model_of(intermediate_size=144, moe_intermediate_size=144)),
         lambda: tensors(recipe, "both", gpt_oss),
+        lambda: changed(rename),
+        lambda: changed(lambda model: model.config.update({"moe_intermediate_size": 2 * F})),
+        lambda: changed(lambda model: setattr(model.config, "hidden_act", "gelu")),
+        lambda: changed(lambda model: setattr(model, "hf_quantizer", object())),
     ]
     sentences = (textwrap.fill(sentence(mistake), 96) for mistake in mistakes)
     assert_expected_inline(
@@ -302,5 +320,42 @@ fp8_tensors: model.layers.0.mlp.experts is not in FP8 blocks: convert with weigh
 fp8_tensors: a checkpoint has gate and up apart, and a block of scales reaches from one into the
 other where an expert's 144 features are no multiple of 128
 fp8_tensors: transformers' FP8 experts have no biases, transposed weights or norms,
-model.layers.0.mlp.experts has""",
+model.layers.0.mlp.experts has
+fp8_tensors: transformers looks for experts in FP8 in modules called experts, not
+model.layers.0.mlp.others
+fp8_tensors: transformers' FP8 experts have another gate_up_proj than
+model.layers.0.mlp.experts, of [3, 512, 144]
+fp8_tensors: transformers' FP8 experts have another activation than model.layers.0.mlp.experts
+fp8_tensors: the model's other modules are quantized in a format of theirs, a checkpoint has one""",
     )
+
+
+def names_fail(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    raise KeyError("w1")
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (names_fail, r"transformers cannot name the experts' tensors \('w1'\)"),
+        (
+            lambda _, state: {n: t for n, t in state.items() if "scale" not in n},
+            "transformers does not save .*gate_up_proj with scales of its own",
+        ),
+        (
+            lambda _, state: {n: t.float() for n, t in state.items()},
+            "transformers does not save its scales",
+        ),
+    ],
+)
+def test_a_transformers_with_other_names(
+    names: Any, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is asked on tensors without memory, before a file is written."""
+    model = model_of("mixtral", num_hidden_layers=1)
+    monkeypatch.setattr(fp8_checkpoint, "revert_weight_conversion", names)
+    convert(model, weights="fp8")
+    for call in (lambda: fp8_tensors(model), lambda: model.save_pretrained(tmp_path)):
+        with pytest.raises(ValueError, match=sentence):
+            call()
+    assert not [*tmp_path.iterdir()]

@@ -491,6 +491,23 @@ def test_wrong_routings() -> None:
             for _ in range(tokens):
                 model(ids[:, :1])
 
+    def recorded_beside_another() -> None:
+        with torch.no_grad(), record_routing(model, B, S) as recording:
+            layer = model.model.layers[1].mlp
+            replaced, layer.gate = layer.gate, type(layer.gate)(model.config)
+            model(ids)
+            layer.gate = replaced
+        recording.routing  # noqa: B018
+
+    def chosen_by_another() -> None:
+        gate = model.model.layers[0].mlp.gate
+        with replay_routing(model, good):
+            gate.top_k = 1
+            try:
+                model(ids)
+            finally:
+                gate.top_k = 2
+
     with torch.no_grad(), record_routing(model, B, 8) as recording:
         for _ in range(2):
             model(ids)
@@ -511,6 +528,8 @@ def test_wrong_routings() -> None:
         lambda: recorded(3, S),
         lambda: recorded(B, S + 1),
         lambda: recording.routing,
+        recorded_beside_another,
+        chosen_by_another,
         lambda: record_routing(GroupedMLP(2, 16, 16), 1, 1).__enter__(),
         lambda: record_routing(
             model_of("mixtral", "cpu").model.layers[0].mlp.gate, 1, 1
@@ -535,8 +554,10 @@ record_routing: max_tokens must be a positive integer, got 0
 record_routing: model.layers.0.mlp: a call has 14 tokens, not 3 sequences of up to 7
 record_routing: model.layers.0.mlp: with gradients a call must have all 2 x 8 tokens, got 2 x 7
 record_routing: model.layers.0.mlp: the model ran 14 tokens of a sequence, there are 8
+record_routing: model.layers.1.mlp ran 0 tokens of a sequence, other layers 7: another router has taken its place since
+replay_routing: model.layers.0.mlp: MixtralTopKRouter chooses its 2 of 5 experts in a way that is not known
 record_routing: GroupedMLP has no experts that go through transformers' interface
-record_routing: MixtralTopKRouter has no experts that go through transformers' interface""",
+record_routing: MixtralTopKRouter has no experts that go through transformers' interface""",  # noqa: E501
     )
     assert not any("forward" in vars(module) for module in model.modules())
 

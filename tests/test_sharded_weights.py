@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Replicate,
+    Shard,
     distribute_module,
     distribute_tensor,
 )
@@ -37,6 +38,7 @@ from grouped_linear import (
     Lora,
     update_scales,
 )
+from grouped_linear.quantized.weight import local_part
 from support.compare import assert_all_same_bits, assert_same_bits, assert_same_tensors, bits
 from support.layers import linear_of
 from support.processes import PROCESSES, Checks, Passes
@@ -405,6 +407,18 @@ def check_distributed_tensors_in_layers(rank: int, directory: Path) -> None:
                 call(x, *arguments)
 
 
+def check_states_of_distributed_tensors(rank: int, directory: Path) -> None:
+    """A weight in high precision is quantized where it lies: as the parameter, or not at all."""
+    mesh, weight = init_device_mesh("cpu", (PROCESSES,)), torch.ones(E, N, K)
+    sharded, whole = (linear_of(E, K, N, recipe=Float8BlockScaling(), weights="fp8") for _ in "ab")
+    shard(sharded)
+    for layer, w in ((whole, distribute_tensor(weight, mesh, [Shard(0)])), (sharded, weight)):
+        before = [local_part(p).clone() for p in layer.parameters()]
+        with pytest.raises(RuntimeError, match="is a DTensor where the parameter is none, or the"):
+            layer.load_state_dict({"weight": w}, strict=False)
+        assert_all_same_bits([local_part(p) for p in layer.parameters()], before)
+
+
 def check_deferred_wgrad_of_shards_is_refused(rank: int, directory: Path) -> None:
     layer = linear_of(E, K, N, delay_wgrad_compute=True)
     shard(layer)
@@ -434,6 +448,7 @@ CHECKS: Checks = {
     "amaxes_of_both_processes": check_amaxes_of_both_processes,
     "broadcast_buffers": check_broadcast_buffers_are_refused,
     "distributed_tensors_in_layers": check_distributed_tensors_in_layers,
+    "states_of_distributed_tensors": check_states_of_distributed_tensors,
     "deferred_wgrad": check_deferred_wgrad_of_shards_is_refused,
 }
 
