@@ -15,6 +15,7 @@ from expecttest import assert_expected_inline
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
+from torch.optim.swa_utils import AveragedModel
 
 from grouped_linear import (
     Float8BlockScaling,
@@ -178,6 +179,24 @@ GroupedLinear: weight is frozen in uint8, got float32: load_state_dict quantizes
 frozen weight: numbers must be float8_e4m3fn, got float32
 frozen weight: scale must be [4, 3, 2], got [4, 272, 144]""",
     )
+
+
+def test_an_average_beside_frozen_weights() -> None:
+    """As the guide has it: torch gives bytes in lists of their own, copied once before."""
+
+    def average(averages: list[Tensor], values: list[Tensor], _: Any) -> None:
+        if averages[0].is_floating_point():
+            torch._foreach_lerp_(averages, values, 0.25)
+
+    layer = make_layer(lora=Lora(8))
+    averaged = AveragedModel(layer, multi_avg_fn=average)
+    a = layer.weight_lora_a.detach().clone()
+    for _ in range(2):
+        averaged.update_parameters(layer)
+        nn.init.ones_(layer.weight_lora_a)
+    torch.testing.assert_close(averaged.module.weight_lora_a, a.lerp(torch.ones_like(a), 0.25))
+    for name in ("weight", "weight_scale_inv"):
+        assert_same_bits(averaged.module.get_parameter(name), layer.get_parameter(name))
 
 
 # --- state dicts ---------------------------------------------------------------------------------
