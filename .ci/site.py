@@ -137,6 +137,32 @@ def _write_types_of_attributes(cls: griffe.Class) -> None:
         cls.docstring.value = ATTRIBUTES.sub(rewritten, cls.docstring.value)
 
 
+def _correct_constructor(cls: griffe.Class) -> None:
+    """Write the arguments of a class that griffe does not find.
+
+    It leaves in the fields that a dataclass itself sets, as recipes their formats, where they are
+    arguments of a base, and knows no constructor of a NamedTuple or of a private base.
+    """
+    init = cls.members.get("__init__")
+    if init is None and any(str(base) == "NamedTuple" for base in cls.bases):
+        kind, fields = griffe.ParameterKind.positional_or_keyword, [griffe.Parameter("self")]
+        for field in cls.members.values():
+            if field.is_attribute and field.annotation and "property" not in field.labels:
+                known = {"annotation": field.annotation, "default": field.value}
+                fields.append(griffe.Parameter(field.name, kind=kind, **known))
+        cls.set_member(
+            "__init__", griffe.Function("__init__", parameters=griffe.Parameters(*fields))
+        )
+    elif init is None:
+        for base in cls.resolved_bases:
+            if base.name.startswith("_") and "__init__" in base.members:
+                cls.members["__init__"] = base.members["__init__"]
+    elif "dataclass" in cls.labels and isinstance(init, griffe.Function):
+        for name in [parameter.name for parameter in init.parameters]:
+            if "init=False" in str(getattr(cls.members.get(name), "value", "")):
+                del init.parameters[name]
+
+
 def _shown_bases(cls: griffe.Class) -> list[Any]:
     """The bases of a class; in the place of one of ours that has no entry, that one's bases."""
     ours = {
@@ -177,7 +203,9 @@ class Docstrings(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Write types of attributes, then leave out bases that the site does not have."""
+        griffe.DataclassesExtension().on_package(pkg=pkg)  # which griffe calls last
         for cls in _classes(pkg):
+            _correct_constructor(cls)
             _write_types_of_attributes(cls)
         for cls in _classes(pkg):
             cls.bases = _shown_bases(cls)
