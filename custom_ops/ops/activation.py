@@ -236,7 +236,7 @@ class SquaredReLU(Activation):
 
 
 class SwigluQuantized(NamedTuple):
-    """What :func:`group_quantize_swiglu` returns; an output that was not requested is None.
+    """The results of :func:`group_quantize_swiglu`; None for one that was not requested.
 
     q, scale, q_t and scale_t are those of h, as :class:`GroupQuantized` has them.
     """
@@ -250,7 +250,7 @@ class SwigluQuantized(NamedTuple):
 
 
 class SwigluGrad(NamedTuple):
-    """What :func:`swiglu_grad` returns."""
+    """The results of :func:`swiglu_grad`."""
 
     d_gate_up: Tensor
     """[T, 2 K] of dh's dtype."""
@@ -261,7 +261,7 @@ class SwigluGrad(NamedTuple):
 
 
 class SwigluGradQuantized(NamedTuple):
-    """What :func:`group_quantize_swiglu_grad` returns; what was not requested is None.
+    """The results of :func:`group_quantize_swiglu_grad`; None for one that was not requested.
 
     The first five are those of d_gate_up [T, 2 K], the next two the q_t and scale_t of h [T, K], as
     :class:`GroupQuantized` has them.
@@ -403,9 +403,9 @@ def group_quantize_swiglu_grad(
 ) -> SwigluGradQuantized:
     """Compute :func:`swiglu_grad` and quantize it, where it can in one pass, without writing it.
 
-    The bits are those of :func:`group_quantize` of what :func:`swiglu_grad` returns. On a GPU it is
-    one pass in bfloat16, if K is a multiple of 128, rows are aligned to 16 bytes, and gate and up
-    are not interleaved; else it is these two.
+    The bits are those of :func:`group_quantize` of the results of :func:`swiglu_grad`. On a GPU it
+    is one pass in bfloat16, if K is a multiple of 128, rows are aligned to 16 bytes, and gate and
+    up are not interleaved; else it is these two.
 
     Args:
         dh, gate_up, weight, offs, activation: see :func:`swiglu_grad`.
@@ -418,8 +418,8 @@ def group_quantize_swiglu_grad(
         share_h_scales: of h_t and scale_h_t, see ``share_scales`` of :func:`group_quantize`.
 
     Returns:
-        What :func:`group_quantize` returns for d_gate_up [T, 2 K], and columnwise for h [T, K]; h,
-        whose rows at and past offs[-1] hold anything; d_weight [T] float32, zero there.
+        The results of :func:`group_quantize` for d_gate_up [T, 2 K], and columnwise for h [T, K];
+        h, whose rows at and past offs[-1] hold anything; d_weight [T] float32, zero there.
 
     >>> dh, gate_up, offs = torch.randn(10, 64), torch.randn(10, 128), torch.tensor([3, 10]).int()
     >>> dy = group_quantize_swiglu_grad(dh, gate_up, torch.rand(10), offs, h_columnwise=True)

@@ -15,7 +15,7 @@ from grouped_linear.ops.gradients import OPS
 
 
 class BlockScaledLinear(NamedTuple):
-    """What :func:`block_scaled_linear` returns; an output that was not requested is None."""
+    """The results of :func:`block_scaled_linear`; None for one that was not requested."""
 
     y: Tensor
     """[T, N] of x's dtype."""
@@ -32,7 +32,7 @@ class BlockScaledLinear(NamedTuple):
 
 
 class LinearGrad(NamedTuple):
-    """What :func:`block_scaled_linear_grad` returns; a gradient that was not computed is None."""
+    """The results of :func:`block_scaled_linear_grad`; None for one that was not computed."""
 
     dx: Tensor | None
     """[T, K] of dy's dtype."""

@@ -33,6 +33,9 @@ def quantize_mxfp4(w: Tensor) -> Mxfp4Weight:
     Args:
         w: [E, N, K] bfloat16, float16 or float32, N a multiple of 16, K of 32 and at most 2^22.
 
+    Returns:
+        q [E, N, K / 2] and scale [E, N, K / 32], both uint8, see :class:`Mxfp4Weight`.
+
     Source: OCP Microscaling Formats (MX) Specification 1.0, with another choice of the scale.
 
     >>> w = quantize_mxfp4(torch.full((2, 16, 64), 3.0))

@@ -15,7 +15,7 @@ from grouped_linear.ops.gradients import OPS
 
 
 class GroupQuantized(NamedTuple):
-    """Rows quantized in blocks; an output that was not requested is None.
+    """Rows quantized in blocks; None for a result that was not requested.
 
     Shapes and dtypes of scales are those of 1x128 blocks; :func:`group_quantize_mx` has others.
     """
@@ -33,7 +33,7 @@ class GroupQuantized(NamedTuple):
 
 
 class PerGroupQuantized(NamedTuple):
-    """Rows quantized with one scale a group; an output that was not requested is None."""
+    """Rows quantized with one scale a group; None for a result that was not requested."""
 
     q: Tensor | None
     """[T, K] e4m3 or e5m2."""
@@ -46,7 +46,7 @@ class PerGroupQuantized(NamedTuple):
 
 
 class MxRounded(NamedTuple):
-    """What :func:`group_round_mx` returns; an output that was not requested is None."""
+    """The results of :func:`group_round_mx`; None for one that was not requested."""
 
     x_rowwise: Tensor | None
     """[T, K] bfloat16."""

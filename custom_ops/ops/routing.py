@@ -13,7 +13,7 @@ from grouped_linear.ops.gradients import OPS
 
 
 class SortedByExpert(NamedTuple):
-    """What :func:`sort_by_expert` returns for R = T * C choices."""
+    """The results of :func:`sort_by_expert`, for R = T * C choices."""
 
     choice: Tensor
     """[R] int32, for each row its index into the flattened [T, C]."""

@@ -12,7 +12,7 @@ from grouped_linear.ops.gradients import OPS
 
 
 class SwigluGemm(NamedTuple):
-    """What :func:`grouped_mm_swiglu` returns."""
+    """The results of :func:`grouped_mm_swiglu`."""
 
     gate_up: Tensor | None
     """[T, 2 F] of a's dtype; None where it was not requested."""
@@ -32,7 +32,7 @@ def grouped_mm_swiglu(
 ) -> SwigluGemm:
     """Multiply each group of rows by its own matrix, and compute SwiGLU of the result.
 
-    It returns what these return::
+    The results are those of::
 
         gate_up = grouped_mm(a, b, offs, bias, rows=rows)
         h = swiglu(gate_up, offs, activation)
@@ -76,7 +76,7 @@ def grouped_mm_swiglu_grad(
 ) -> SwigluGrad:
     """Multiply each group of rows by its own matrix, and go on with SwiGLU's gradient.
 
-    It returns what these return; d_weight is summed in another fixed order::
+    The results are those of the following, but d_weight is summed in another fixed order::
 
         dh = grouped_mm(a, b, offs, rows=rows)
         d_gate_up, h, d_weight = swiglu_grad(dh, gate_up, weight, offs, activation)

@@ -13,7 +13,7 @@ from grouped_linear.ops.gradients import OPS
 
 
 class WeightQuantized(NamedTuple):
-    """A quantized weight; an output that was not requested is None."""
+    """A quantized weight; None for a result that was not requested."""
 
     q: Tensor | None
     """[E, N, K] e4m3, for fprop."""

@@ -210,11 +210,14 @@ class AllToAll(_StaticDispatcher):
     with `capacity_factor` fewer.
 
     Args:
-        mesh, num_experts, fp8, check_tokens: see :class:`AllGather`, as ``dropped``.
+        mesh, num_experts, fp8, check_tokens: see :class:`AllGather`.
         capacity_factor: slots from one process to another: this many times the choices that go
             there where experts are equally popular, T * C / D, but at most T. The last tokens past
             it are dropped, with all that they chose there, and counted in ``dropped`` of the
             sender. Rows of GEMMs are bounded as :class:`AllGather` bounds them. None drops nothing.
+
+    Attributes:
+        dropped: see :class:`AllGather`.
 
     Raises:
         ValueError: as :class:`AllGather`.
@@ -277,8 +280,11 @@ class AllToAllV(AllToAll):
     that memory: call them on one stream. On CPUs the host reads the sizes.
 
     Args:
-        mesh, num_experts, fp8, check_tokens: see :class:`AllGather`, as ``dropped``.
+        mesh, num_experts, fp8, check_tokens: see :class:`AllGather`.
         capacity_factor: see :class:`AllToAll`, which drops the same tokens.
+
+    Attributes:
+        dropped: see :class:`AllGather`.
 
     Raises:
         ValueError: as :class:`AllGather`.

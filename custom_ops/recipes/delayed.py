@@ -199,7 +199,7 @@ class DelayedScalingState(nn.Module):
 def new_state(
     recipe: Recipe | None, num_groups: int, device: torch.device | str | None
 ) -> DelayedScalingState | None:
-    """What a layer keeps from step to step; None under a recipe without a state.
+    """The state that a layer keeps from step to step; None under a recipe without one.
 
     Raises:
         ValueError: for formats of ``DelayedScaling`` in another recipe.

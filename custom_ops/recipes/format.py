@@ -43,10 +43,10 @@ class Operands(NamedTuple):
     bias_grad: Tensor | None = None
     """[E, N] float32: the sums of dy over each group's rows."""
     rows: Tensor | None = None
-    """Where a GEMM gathers: it reads row ``rows[t]`` of ``rowwise`` for row t. Set by this package
-    alone, as is the next."""
+    """[T] int32, where a GEMM gathers: it reads row ``rows[t]`` of ``rowwise`` for row t. Only this
+    package sets it."""
     columnwise_rows: Tensor | None = None
-    """The same of ``columnwise``."""
+    """[T] int32, the same rows of ``columnwise``. Only this package sets it."""
 
 
 class Layouts(NamedTuple):
