@@ -70,14 +70,14 @@ def convert(
             the meta device.
         recipe: how the GEMMs are computed; None for the activations' dtype, or where ``weights`` is
             "both" or "fp8" for ``Float8BlockScaling()``.
-        weights: ``"both"`` to keep the experts' weights in high precision and FP8, for training,
-            as ``GroupedTensorWithMaster``; ``"fp8"`` to freeze them in FP8
-            alone, as bytes in plain parameters; ``"mxfp4"`` to freeze them in 4.25 bits an element,
-            with an error that the report says; None to leave them as they are. Experts of a
-            checkpoint in FP8 become such bytes in the memory that they have, or are read as they
-            are. They do not learn, so ``"both"`` is refused. w13 is refused with any, biases and
-            weights stored as [E, in_features, out_features] with ``"fp8"``, in_features that are no
-            multiple of 32 with ``"mxfp4"``.
+        weights: how the experts' weights are kept. None: as they are. ``"both"``: in high precision
+            and FP8, as ``GroupedTensorWithMaster``, for training. ``"fp8"``: frozen in FP8 alone,
+            as bytes in plain parameters. ``"mxfp4"``: frozen in 4.25 bits an element, with an error
+            that the report says. Experts of a checkpoint in FP8 or MXFP4 are read as they are, or
+            become such bytes in the same memory by the option of their format; the others are
+            refused. Refused are also: w13 with any of the three; biases and weights stored as
+            [E, in_features, out_features] with ``"fp8"``; in_features that are no multiple of 32
+            with ``"mxfp4"``.
         recipes: other recipes for some of the experts, by patterns of their names in
             ``named_modules``, as ``fnmatch`` has them: ``{"model.layers.0.*": None}`` computes the
             first layer without FP8. Of several that match, the last one counts. With ``weights``
