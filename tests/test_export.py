@@ -111,8 +111,9 @@ def test_expert_layer(
 
 @aoti_reads_dtypes
 @DEVICES
-def test_weights_that_are_kept_quantized(device: str, tmp_path: Path) -> None:
-    """A package holds them as they are, and quantizes nothing."""
+@pytest.mark.parametrize("packaged", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_weights_that_are_kept_quantized(packaged: bool, device: str, tmp_path: Path) -> None:
+    """A program holds them as they are, and quantizes nothing; docs/compile.md packages one."""
     sizes = {"num_experts": 4, "hidden_size": 64, "intermediate_size": 128, "device": device}
     mlp = GroupedMLP(**sizes, recipe=Float8BlockScaling(), weights="fp8")
 
@@ -125,8 +126,10 @@ def test_weights_that_are_kept_quantized(device: str, tmp_path: Path) -> None:
         shapes = {"x": tokens, "top_k_weights": tokens, "top_k_index": tokens}
         program = torch.export.export(mlp, inputs(33), dynamic_shapes=shapes)
         assert not any("quantize_weight" in str(node.target) for node in program.graph.nodes)
-        path = aoti_compile_and_package(program, package_path=str(tmp_path / "mlp.pt2"))
-        compiled = aoti_load_package(path)
+        compiled = program.module()
+        if packaged:
+            path = aoti_compile_and_package(program, package_path=str(tmp_path / "mlp.pt2"))
+            compiled = aoti_load_package(path)
         for count in (33, 70, 1):
             given = inputs(count)
             assert_same_bits(compiled(*given), mlp(*given))

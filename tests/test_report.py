@@ -16,10 +16,20 @@ from support.devices import needs_gpu
 CPU = torch.device("cpu")
 
 
-def test_command_prints_the_report() -> None:
-    done = run([sys.executable, "-m", "grouped_linear"], check=True)
-    printed = done.stdout[done.stdout.index("grouped_linear ") :]  # behind what a profiler says
-    lines = printed.split("\n\n")[0].splitlines()
+def printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str
+) -> str:
+    monkeypatch.setattr("sys.argv", ["grouped_linear", *options])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("grouped_linear", run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_command_prints_the_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = printed(monkeypatch, capsys)
+    lines = out.split("\n\n")[0].splitlines()
     rows = {line[:17].strip(): line[17:] for line in lines}
     assert rows["grouped_linear"] == grouped_linear.__version__
     assert rows["library"] == str(grouped_linear.loading.library_path())
@@ -27,16 +37,14 @@ def test_command_prints_the_report() -> None:
     assert rows["torch"].startswith(torch.__version__)
     if importlib.util.find_spec("grouped_linear._host"):  # the optional pybind11 module
         assert rows["kernels"].startswith("CPU")
-    table = done.stdout.split("ops on cpu\n")[1].split("\n\n")[0]
+    table = out.split("ops on cpu\n")[1].split("\n\n")[0]
     assert [line[2:18].strip() for line in table.splitlines()] == list(report.FAMILIES)
     assert "fails" not in table
 
 
 def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["grouped_linear", "--version"])
-    with pytest.raises(SystemExit):
-        runpy.run_module("grouped_linear", run_name="__main__")
-    assert capsys.readouterr().out == f"{grouped_linear.__version__}\n"
+    out = printed(monkeypatch, capsys, "--version")
+    assert out == f"{grouped_linear.__version__}\n"
 
 
 def test_a_reader_that_stops_early() -> None:

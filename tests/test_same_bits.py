@@ -68,7 +68,7 @@ Draw = Callable[[strategies.SearchStrategy[Any]], Any]
 Layer = Callable[..., Tensor]
 # No shrinking: numbers are drawn anew for each example, so a smaller one says no more.
 few = hypothesis.settings(
-    max_examples=hypothesis.settings.default.max_examples // 5,
+    max_examples=hypothesis.settings.default.max_examples // 10,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
 
