@@ -32,7 +32,7 @@ def snapshot():
         "Tensor and Module": values(torch.Tensor) + values(torch.nn.Module),
         "pickle": [str(c) for c in copyreg.dispatch_table],
         "safe to load": [f"{c.__module__}" for c in torch.serialization.get_safe_globals()],
-        "pytree": [str(c) for c in _pytree.SUPPORTED_NODES],
+        "pytree": [f"{c.__module__}.{c.__qualname__}" for c in _pytree.SUPPORTED_NODES],
         "flops": [str(op) for op in flop_counter.flop_registry],
         "importers": [repr(i) for i in sys.meta_path + sys.path_hooks],
         "modes": [
