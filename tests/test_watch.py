@@ -266,7 +266,7 @@ def case(kind: str, recipe: Recipe | None, where: str, **options: Any) -> tuple[
 def test_bits_flag_and_compiled_graphs(name: str, kind: str, where: str) -> None:
     """The layer's bits stay; the flag decides; a graph counts the bits that eager calls count.
 
-    Two kinds of layers are compiled under each recipe, and each kind under two recipes.
+    One kind of layer is compiled under each recipe.
     """
     layer, x, arguments = case(kind, RECIPES[name], where)
     plain = step(copy.deepcopy(layer), x, *arguments)
@@ -282,7 +282,7 @@ def test_bits_flag_and_compiled_graphs(name: str, kind: str, where: str) -> None
     for results in (off, on):
         assert_all_same_bits(results, plain)
 
-    if (list(RECIPES).index(name) - LAYERS.index(kind)) % 5 not in (0, 2):
+    if list(RECIPES).index(name) != LAYERS.index(kind):
         return
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True)
@@ -309,7 +309,7 @@ def test_weights_that_are_kept_transposed(recipe: Recipe, compiled: bool) -> Non
         one: Any = copy.deepcopy(model)
         convert(one, recipe, weights=weights)  # type: ignore[arg-type]
         seen = watch(one, rows=None)
-        call = torch.compile(one, backend="aot_eager") if compiled else one
+        call = torch.compile(one, backend="aot_eager") if compiled and weights else one
         call(ids).logits.square().mean().backward()
         read.append([row[1:-1] for row in seen.read().operands if row.role == "weight"])
     assert read[0] == read[1]
