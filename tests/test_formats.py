@@ -509,7 +509,7 @@ def test_two_recipes_of_one_name() -> None:
     torch.manual_seed(0)
     layers = [layer_of(one), layer_of(other)]
     layers[1].load_state_dict(layers[0].state_dict())
-    x, call = rows(T, K), torch.compile(lambda layer, x: layer(x, torch.tensor(SPLITS)))
+    x, call = rows(T, K), call_of(lambda layer, x: layer(x, torch.tensor(SPLITS)), compiled=True)
     for layer in layers:
         assert_same_bits(call(layer, x), layer(x, torch.tensor(SPLITS)))
 

@@ -30,7 +30,7 @@ from grouped_linear import (
 from support import reference
 from support.compare import assert_same_bits
 from support.devices import devices
-from support.layers import through_pickle
+from support.layers import call_of, through_pickle
 from support.tensors import BF16, DTYPES
 
 MXFP4 = ["quantize_mxfp4", "dequantize_mxfp4", "grouped_mm_mxfp4"]
@@ -275,7 +275,7 @@ def test_layers_compute_with_the_numbers(device: str, kind: Any, recipe: Any) ->
 def test_compiled_layers_have_the_bits_of_eager_ones(device: str, kind: Any, recipe: Any) -> None:
     layer, (x, scores) = make_layer(kind, recipe=recipe, device=device), inputs(device)
     expected = call(layer, x, scores)
-    compiled = torch.compile(layer, fullgraph=True)
+    compiled = call_of(layer, compiled=True)
     learns = {n: p for n, p in layer.named_parameters() if p.requires_grad}
     y = compiled(x, scores)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)

@@ -15,6 +15,7 @@ from grouped_linear.nn.router import router_logits
 from support import reference
 from support.compare import assert_same_bits
 from support.devices import devices
+from support.layers import call_of
 from support.tensors import BF16, FP16, FP32
 from support.tolerances import tolerance
 
@@ -187,7 +188,7 @@ def test_a_layer_learns_alike(compiled: bool, device: str) -> None:
     found = []
     for layer in (ours, theirs):
         leaf = x.clone().requires_grad_()
-        run = torch.compile(layer, fullgraph=True) if compiled else layer
+        run = call_of(layer, compiled)
         y = run(leaf)
         y.square().sum().backward()
         found.append([y, leaf.grad, *(p.grad for p in layer.parameters())])
