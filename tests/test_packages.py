@@ -68,14 +68,6 @@ def test_readme_of_a_package_needs_no_file_beside_it(repository: str | None) -> 
     assert examples.findall(page) == examples.findall(text_of("README.md"))
 
 
-def test_program_that_tries_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one recipe: `make nightly` has minutes for all of it in clean environments."""
-    pytest.importorskip("grouped_linear._host", reason="the optional pybind11 module was not built")
-    smoke = program("smoke")
-    monkeypatch.setattr(smoke, "RECIPES", {"BF16": smoke.RECIPES["BF16"]})
-    smoke.main()
-
-
 def test_supported_pythons() -> None:
     oldest, past_newest = re.findall(r"3\.(\d+)", PROJECT["project"]["requires-python"])
     newest = int(past_newest) - 1
