@@ -374,6 +374,7 @@ def test_mistakes() -> None:
             F,
             save_gate_up_in_fp8=1,  # type: ignore[arg-type]
         ),
+        lambda: GroupedMLP(E, H, F, save_gate_up_in_fp8=True, recompute_gate_up=True),
         lambda: GeGLU("sigmoid"),
     ]
     assert_expected_inline(
@@ -385,5 +386,6 @@ RuntimeError: grouped_mlp: F differs: down_proj has 80, gate_up_proj 80 for gate
 RuntimeError: grouped_mlp: gate_up_proj must be [E, F, 144], as x has 144 features, got [5, 80, 128]
 ValueError: grouped_mlp: save_gate_up_in_fp8 must be True or False, got 'fp8'
 ValueError: GroupedMLP: save_gate_up_in_fp8 must be True or False, got 1
+ValueError: GroupedMLP: save_gate_up_in_fp8 and recompute_gate_up exclude each other
 ValueError: GeGLU: approximate must be 'none' or 'tanh', got 'sigmoid'""",
     )

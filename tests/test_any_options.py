@@ -185,6 +185,7 @@ def test_mlp(way: str, device: str, data: strategies.DataObject) -> None:
     form |= {"bias": draw(YES_OR_NO), "save_gate_up_in_fp8": draw(YES_OR_NO)}
     plain = GroupedMLP(E, H, F, recipe=recipe, **form)
     form |= {"cache_weights": cached, "fuse_wgrad_accumulation": fused}
+    form |= {"recompute_gate_up": not form["save_gate_up_in_fp8"] and draw(YES_OR_NO)}
     mlp = GroupedMLP(E, H, F, recipe=sometimes_requantizing(recipe, draw), **form)
     mlp.load_state_dict(plain.state_dict())
     frozen = [rarely(draw) for _ in plain.parameters()]

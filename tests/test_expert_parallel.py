@@ -71,6 +71,7 @@ RECIPES: dict[str, Recipe | None] = {
     "mxfp8": MXFP8BlockScaling(),
 }
 BLOCK: dict[str, Any] = {"recipe": Float8BlockScaling()}
+GATE_UP_AGAIN = {**BLOCK, "recompute_gate_up": True}
 Step = dict[str, Tensor]
 
 
@@ -718,6 +719,13 @@ CHECKS: Checks = {
         for way in ("all_gather", "all_to_all_v_fp8")  # open_sizes compiles all_to_all
     },
     "both_compiled": check_both_compiled,
+    **{
+        f"gate_up_again_{name}": partial(check_one_process, GATE_UP_AGAIN, how, compiled)
+        for name, how, compiled in (
+            ("eager", WAYS["all_to_all_fp8"] | {"capacity_factor": 2.0}, False),
+            ("compiled", WAYS["all_gather"] | {"capacity_factor": 2.0}, True),
+        )
+    },
     "bias": partial(check_one_process, {"bias": True}, WAYS["all_to_all"], False),
     **{
         f"open_sizes_{way}": partial(check_open_sizes, way)
@@ -733,6 +741,7 @@ CHECKS: Checks = {
     "looked_into": check_looked_into,
     "whole_experts": partial(check_whole_experts, BLOCK),
     "whole_experts_adapters": partial(check_whole_experts, {**BLOCK, "lora": Lora(8)}),
+    "whole_experts_again": partial(check_whole_experts, GATE_UP_AGAIN),
     "copies_of_states": check_copies_of_states,
     "adapters": check_adapters,
     "meta": partial(check_meta, {}),

@@ -18,6 +18,7 @@ from grouped_linear import (
     GeGLU,
     GroupedLinear,
     GroupedMLP,
+    Lora,
     MXFP8BlockScaling,
     Recipe,
     SquaredReLU,
@@ -49,8 +50,17 @@ MORE_OPTIONS: dict[str, dict[str, Any]] = {
     "gelu": {"activation": GeGLU()},
     "no_gate": {"activation": SquaredReLU()},
     "in_fp8": {"save_gate_up_in_fp8": True},
+    "again": {"recompute_gate_up": True},
 }
 WAYS = {"eager": False, "compiled": True}
+# Of which a backward that computes gate_up again reads other tensors.
+STORED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cached": {"cache_weights": True},
+    "both": {"weights": "both"},
+    "frozen": {"weights": "fp8", "lora": Lora(8, dropout=0.25)},
+    "four_bits": {"weights": "mxfp4", "lora": {"down_proj": Lora(8)}},
+}
 SOME_RECIPES = {name: RECIPES[name] for name in ("bf16", "block")}
 
 
@@ -93,7 +103,49 @@ def test_rows_of_gate_up_alone(
     gate_up = R * G * x.element_size()
     if layer.save_gate_up_in_fp8:  # a byte each, and four for 128 of a row
         gate_up = R * G + ceil_div(G, 128) * R * 4
+    if layer.recompute_gate_up:  # a graph may keep tokens that were quantized once each
+        gate_up = 0
+        routing_bytes += compiled * ceil_div(T * (H + 4), R)
     assert gate_up <= bytes_of(of_rows) <= gate_up + R * routing_bytes
+
+
+@pytest.mark.parametrize("device", devices("swiglu_grad", "group_quantize_swiglu_grad"))
+@pytest.mark.parametrize(("options", "compiled"), pairwise(STORED, WAYS))
+def test_gate_up_again_for_more_rows_than_came(
+    options: dict[str, Any], compiled: bool, device: str
+) -> None:
+    """No bit changes, and of max_rows rows the routing is kept, and what adapters keep."""
+    E, F, bound = 4, 96, 4 * T * C
+    options = {"recipe": Float8BlockScaling(), "dtype": torch.bfloat16, **options}
+    layers = [
+        GroupedMLP(E, H, F, bias=True, device=device, recompute_gate_up=again, **options)
+        for again in (False, True)
+    ]
+    if "lora" in options:
+        for p in layers[0].parameters():
+            if p.requires_grad:
+                nn.init.normal_(p, std=0.1)
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = torch.randn(T, H, dtype=torch.bfloat16, device=device, requires_grad=True)
+    scores = torch.rand(T, C, device=device, requires_grad=True)
+    chosen = torch.stack([torch.randperm(E)[:C] for _ in range(T)]).to(device)
+    chosen[::7] = -1
+    spare = torch.full((3 * T, C), -1, device=device)  # of tokens that have no expert
+    first = True if options.get("cache_weights") else None
+    results, kept = [], []
+    for layer in layers:
+        call = call_of(layer, compiled)
+        given = torch.cat([x, x.detach().repeat(3, 1)]), torch.cat([scores, spare.float()])
+        torch.manual_seed(0)
+        with saved_tensors() as saved:
+            y = call(*given, torch.cat([chosen, spare]), first, max_rows=bound - 1)
+        kept.append(bytes_of([t for t in saved if t.dim() and t.size(0) in (bound - 1, bound)]))
+        leaves = [x, scores, *(p for p in layer.parameters() if p.requires_grad)]
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    assert_all_same_bits(*results)
+    assert kept[0] - kept[1] == bound * 2 * F * x.element_size()
+    if "lora" not in options:
+        assert kept[1] <= bound * 8
 
 
 @pytest.mark.parametrize("device", devices("block_scaled_linear", "group_quantize"))

@@ -104,11 +104,11 @@ GroupedLinear.from_linears(linears, *, recipe=None, weights=None, cache_weights=
 GroupedLinear.reset_parameters()
 GroupedMLP(num_experts, hidden_size, intermediate_size, *, bias=False,
     activation=SwiGLU(alpha=1, beta=0, limit=None, interleaved=False, cubic=0),
-    save_gate_up_in_fp8=False, recipe=None, cache_weights=False, fuse_wgrad_accumulation=False,
-    weights=None, lora=None, dtype=None, device=None)
+    save_gate_up_in_fp8=False, recompute_gate_up=False, recipe=None, cache_weights=False,
+    fuse_wgrad_accumulation=False, weights=None, lora=None, dtype=None, device=None)
 GroupedMLP.forward(x, top_k_weights, top_k_index, is_first_microbatch=None, *, max_rows=None)
 GroupedMLP.from_experts(experts, *, recipe=None, weights=None, cache_weights=False,
-    fuse_wgrad_accumulation=False, save_gate_up_in_fp8=False)
+    fuse_wgrad_accumulation=False, save_gate_up_in_fp8=False, recompute_gate_up=False)
 GroupedMLP.reset_parameters()
 Lora(rank, alpha=None, dropout=0, rslora=False, dtype=None)
 MXFP8BlockScaling()
@@ -120,12 +120,12 @@ convert(model, recipe=None, *, weights=None, recipes=None, save_gate_up_in_fp8=F
 grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None, *, lora=None)
 grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None, state=None, *,
     gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1, beta=0, limit=None,
-    interleaved=False, cubic=0), max_rows=None, save_gate_up_in_fp8=False, gate_up_lora=None,
-    down_lora=None)
+    interleaved=False, cubic=0), max_rows=None, save_gate_up_in_fp8=False,
+    recompute_gate_up=False, gate_up_lora=None, down_lora=None)
 grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj, row_weights=None, recipe=None,
     state=None, *, gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1,
     beta=0, limit=None, interleaved=False, cubic=0), save_gate_up_in_fp8=False,
-    gate_up_lora=None, down_lora=None)
+    recompute_gate_up=False, gate_up_lora=None, down_lora=None)
 record_routing(model, batch_size, max_tokens, *, weights=False)
 replay_routing(model, routing)
 update_scales(model, group=None)

@@ -33,6 +33,8 @@ class MLPConfig(NamedTuple):
     activation: Activation
     save_in_fp8: bool
     """Keep gate_up for the backward in e4m3, in 1x128 blocks."""
+    recompute: bool = False
+    """Keep no gate_up: the backward computes it again."""
 
     def save(
         self, gate_up_RG: Tensor | None, offs_E: Tensor

@@ -17,7 +17,7 @@ from grouped_linear.autograd.activation import (
     weighted_h,
 )
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
-from grouped_linear.autograd.projection import Kept, Parameters, Projection
+from grouped_linear.autograd.projection import Kept, KeptForFprop, Parameters, Projection
 from grouped_linear.autograd.routing import ChosenRows, SortedRows, rows_of
 from grouped_linear.autograd.saved import saved_tensors, scales_of
 from grouped_linear.autograd.wgrad import edges_of, needs_grad_now
@@ -88,7 +88,13 @@ class _Needs(NamedTuple):
         """Whether dgrad of the second layer is needed."""
         return self.d_gate_up or self.weights
 
+    @property
+    def activation(self) -> bool:
+        """Whether the activation is needed again: its gradient, or its output."""
+        return self.dh or self.down.weight or self.down.a
 
+
+NO_FPROP = KeptForFprop(None, None, None)
 NOTHING = _Needs(False, False, *(Parameters(False, False, False, False),) * 2)
 
 
@@ -102,6 +108,8 @@ class Saved(NamedTuple):
     """In FP8 if the layer saves it so."""
     gate_up_scale: Tensor | None
     down_bias_EH: Tensor | None
+    gate_up_again: KeptForFprop
+    """Where gate_up is computed again."""
     gate_up: Kept
     down: Kept
     rows: ChosenRows | SortedRows
@@ -130,19 +138,23 @@ class Saved(NamedTuple):
     def of(cls, ctx: Any) -> "Saved":
         """The tensors that a forward has saved."""
         t = saved_tensors(ctx, "grouped_mlp")
-        end_of_rows = 17 + ctx.num_tensors[0]
-        rows, transport = rows_of(t[17:end_of_rows]), ctx.transport
+        end_of_rows = 20 + ctx.num_tensors[0]
+        rows, transport = rows_of(t[20:end_of_rows]), ctx.transport
         if transport is not None:
             transport = transport.with_tensors(t[end_of_rows : end_of_rows + ctx.num_tensors[1]])
         weight_TC, x_TH, gate_up_RG, gate_up_scale, down_bias_EH = t[:5]
-        kept = Kept(*t[5:11]), Kept(*t[11:17])
+        kept = KeptForFprop(*t[5:8]), Kept(*t[8:14]), Kept(*t[14:20])
         return cls(weight_TC, x_TH, gate_up_RG, gate_up_scale, down_bias_EH, *kept, rows, transport)
 
-    def gate_up_of(self, dtype: torch.dtype) -> Tensor:
-        """gate_up in the activations' dtype."""
+    def gate_up_of(self, gate_up: Projection, d_out_TH: Tensor) -> Tensor:
+        """gate_up in the dtype of d_out; `gate_up` is the first layer's projection."""
         saved_RG, scale = self.gate_up_RG, self.gate_up_scale
+        if saved_RG is None:
+            x_TH, offs_E = self.x_TH, self.rows.offs
+            again = self.gate_up_again, self.rows.source(x_TH), x_TH, offs_E, d_out_TH
+            return gate_up.fprop_again(*again).compute()
         if scale is not None:
-            saved_RG = ops.group_dequantize(saved_RG, scale, self.rows.offs, dtype)
+            saved_RG = ops.group_dequantize(saved_RG, scale, self.rows.offs, d_out_TH.dtype)
         return saved_RG
 
 
@@ -151,11 +163,11 @@ class GroupedMLPFunction(torch.autograd.Function):
 
     Where rows come sorted, they are the tokens, and nothing is gathered or summed.
 
-    The forward saves x [T, H] as it came, the output of the first GEMM [R, G], the routing, the
-    columnwise weights and the adapters' products [R, r], each only where a gradient needs it. The
-    backward gathers x again, and makes the activation's output h again beside its gradient. It
-    needs no output of the experts: a routing weight's gradient is the sum of dh * h, where dh is
-    the gradient of h for an unweighted output.
+    The forward saves x [T, H] as it came, the output of the first GEMM [R, G] or what that is
+    computed from again, the routing, the columnwise weights and the adapters' products [R, r], each
+    only where a gradient needs it. The backward gathers x again, and makes the activation's output
+    h again beside its gradient. It needs no output of the experts: a routing weight's gradient is
+    the sum of dh * h, where dh is the gradient of h for an unweighted output.
     """
 
     @staticmethod
@@ -184,7 +196,8 @@ class GroupedMLPFunction(torch.autograd.Function):
         if adapter is not None:
             gate_up_term = adapter.forward_term(adapter.input(x_TH), offs_E, rows.token)
         fprop = gate_up.fprop(x, gate_up_w, offs_E, dtype, gate_up_term)
-        keep = needs.dh or needs.down.weight or needs.down.a
+        recompute = needs.activation and config.recompute
+        keep = needs.activation and not recompute
         gate_up_RG, h, h_RF = gate_up_and_h(
             fprop, config.activation, down.recipe.input, keep, down.adapter is not None
         )
@@ -204,13 +217,14 @@ class GroupedMLPFunction(torch.autograd.Function):
                 ctx.weight_edges = edges_of(tensors, (2, 6))
             ctx.activation = config.activation
             ctx.gate_up, ctx.down = gate_up.for_backward(), down.for_backward()
-            saved_x_TH = x_TH if needs.gate_up.weight or needs.gate_up.a else None
+            saved_x_TH = x_TH if needs.gate_up.weight or needs.gate_up.a or recompute else None
             bias_EH = down.bias_EN if needs.dh else None
+            gate_up_again = gate_up.keep_for_fprop(gate_up_w) if recompute else NO_FPROP
             Saved.save(
                 ctx,
                 call,
-                (weight_TC, saved_x_TH, saved_RG, saved_scale, bias_EH),
-                gate_up.keep(gate_up_w, needs.gate_up, needs.x, gate_up_term),
+                (weight_TC, saved_x_TH, saved_RG, saved_scale, bias_EH, *gate_up_again),
+                gate_up.keep(gate_up_w, needs.gate_up, needs.x or recompute, gate_up_term),
                 down.keep(down_w, needs.down, needs.dh, down_term),
             )
         y_TH = rows.combine(y_RH, weight_TC)
@@ -231,8 +245,12 @@ class GroupedMLPFunction(torch.autograd.Function):
         d_gate_up_w = d_gate_up_bias = d_gate_up_a = d_gate_up_b = None
         d_down_w = d_down_bias = d_down_a = d_down_b = None
 
+        # gate_up is computed again while the gradient of the output travels.
+        sent = None if transport is None else transport.start_dispatch(d_out_TH)
+        if needs.activation:
+            gate_up_RG = saved.gate_up_of(gate_up, d_out_TH)
         if transport is not None:
-            d_out_TH = transport.finish_dispatch(transport.start_dispatch(d_out_TH), dtype)
+            d_out_TH = transport.finish_dispatch(sent, dtype)
 
         # The gradient of the second layer's output before it is weighted. Its wgrad multiplies it
         # by the weighted h.
@@ -262,15 +280,15 @@ class GroupedMLPFunction(torch.autograd.Function):
             (d_gate_up, h, d_weight_R), d_gate_up_RG, h_RF = grads_of_gate_up(
                 down.dgrad(dy, saved.down, offs_E, dtype, term),
                 more_dh_RF,
-                saved.gate_up_of(dtype),
+                gate_up_RG,
                 weight_R,
                 ctx.activation,
                 GradFormats(*formats),
                 keep=needs.down.a or gate_up.adapter is not None,
             )
-            del more_dh_RF  # as below: lowers the peak memory of an eager step
+            del more_dh_RF, gate_up_RG  # as below: lowers the peak memory of an eager step
         elif needs.down.weight or needs.down.a:
-            h_RF = weighted_h(saved.gate_up_of(dtype), weight_R, offs_E, ctx.activation)
+            h_RF = weighted_h(gate_up_RG, weight_R, offs_E, ctx.activation)
             if needs.down.weight:
                 h = quantize(h_RF, down.recipe.input, offs_E, COLUMNWISE_AGAIN)
         if needs.weights:

@@ -25,7 +25,8 @@ from grouped_linear.recipes import (
     refresh_weight_,
     weight_for_dgrad,
 )
-from grouped_linear.recipes.format import BOTH, ROWWISE, with_shared_scale
+from grouped_linear.recipes.format import BOTH, ROWWISE, ROWWISE_AGAIN, with_shared_scale
+from grouped_linear.recipes.quantize import Gathered
 
 
 class Parameters(NamedTuple):
@@ -48,6 +49,15 @@ class Kept(NamedTuple):
     mask: Tensor | None
     h_Tr: Any
     """A's product with the input."""
+
+
+class KeptForFprop(NamedTuple):
+    """The tensors besides x from which a backward computes fprop again, or None for each."""
+
+    weight: Tensor | None
+    """Rowwise, or the parameter itself where a call quantizes it."""
+    weight_scale: Tensor | None
+    bias_EN: Tensor | None
 
 
 class Projection(NamedTuple):
@@ -190,6 +200,53 @@ class Projection(NamedTuple):
         h_Tr = term.a_Tr if needs.b else None
         of_adapter = adapter.a_ErK, adapter.b_ENr, adapter.mask, h_Tr
         return w.columnwise, w.columnwise_scale, *of_adapter
+
+    def keep_for_fprop(self, w: Operands) -> KeptForFprop:
+        """The tensors for :meth:`fprop_again`; w is from :meth:`weight`."""
+        if self._quantizes_weight:
+            return KeptForFprop(self.weights[0], None, self.bias_EN)
+        assert isinstance(w.rowwise, Tensor)
+        return KeptForFprop(w.rowwise, w.rowwise_scale, self.bias_EN)
+
+    def fprop_again(
+        self,
+        kept: KeptForFprop,
+        source: Source,
+        adapter_x: Tensor | None,
+        offs_E: Tensor,
+        d_out: Tensor,
+    ) -> Gemm:
+        """fprop in the backward, of a projection that is restored; the bits are the forward's.
+
+        Args:
+            kept: from :meth:`keep_for_fprop`.
+            source: x, or what its rows are gathered from.
+            adapter_x: the input of the adapter, before dropout.
+            offs_E: int32 group ends.
+            d_out: any gradient that comes, of the dtype of the product.
+        """
+        weight, scale, bias_EN = kept
+        assert weight is not None
+        if torch.compiler.is_compiling():
+            # A zero that needs the gradient. A graph that can compute this product in the forward
+            # may do so and keep it, or take the forward's product for it.
+            offs_E = offs_E + d_out[:0].sum(dtype=torch.int32)
+        w = Operands(weight, scale)
+        if self._quantizes_weight:
+            w = quantize_weight((weight,), self.recipe.weight, ROWWISE)
+        term, adapter = None, self.adapter
+        if adapter is not None:
+            assert adapter_x is not None
+            rows = source.routing.token if isinstance(source, Gathered) else None
+            term = adapter.forward_term(adapter.input(adapter_x), offs_E, rows)
+        x = self.input(source, offs_E, ROWWISE_AGAIN)
+        return self._replace(bias_EN=bias_EN).fprop(x, w, offs_E, d_out.dtype, term)
+
+    @property
+    def _quantizes_weight(self) -> bool:
+        """Whether a call quantizes the parameter."""
+        format = self.recipe.weight
+        return self.stored is None and (format.quantize is not None or format.scaling is not None)
 
     def for_backward(self) -> "Projection":
         """The projection without tensors of the forward, which are saved where they are needed.

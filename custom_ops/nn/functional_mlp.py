@@ -53,6 +53,7 @@ def grouped_mlp(
     activation: Activation = PLAIN,
     max_rows: int | None = None,
     save_gate_up_in_fp8: bool = False,
+    recompute_gate_up: bool = False,
     gate_up_lora: LoraWeights | None = None,
     down_lora: LoraWeights | None = None,
 ) -> Tensor:
@@ -97,6 +98,8 @@ def grouped_mlp(
             each 128 features of a row, which halves what an expert layer keeps and takes two
             passes. Outputs are the same; gradients of what is before the activation, and
             down_proj's, have an error of FP8's size.
+        recompute_gate_up: keep no input of the activation, whatever the number of rows: the
+            backward computes the first GEMM again. Outputs and gradients have the same bits.
         gate_up_lora: an adapter of gate_up_proj, see :class:`grouped_linear.nn.lora.LoraWeights`.
             It adds ``scaling * b[e] @ (a[e] @ x[t])`` to gate and up, in x's dtype under every
             recipe. A projection that does not require grad then costs no wgrad and keeps nothing.
@@ -117,7 +120,7 @@ def grouped_mlp(
     >>> grouped_mlp(x, *scores.topk(2), gate_up_proj, down_proj).shape
     torch.Size([5, 16])
     """
-    check_flags("grouped_mlp", save_gate_up_in_fp8=save_gate_up_in_fp8)
+    config = config_of("grouped_mlp", activation, save_gate_up_in_fp8, recompute_gate_up)
     recipes = _recipes_of("grouped_mlp", recipe, state)
     gate_up = adapter_of("grouped_mlp", "gate_up_lora", gate_up_lora)
     down = adapter_of("grouped_mlp", "down_lora", down_lora)
@@ -127,7 +130,7 @@ def grouped_mlp(
         top_k_index,
         Projection((gate_up_proj,), gate_up_proj_bias, recipes[0], adapter=gate_up),
         Projection((down_proj,), down_proj_bias, recipes[1], adapter=down),
-        MLPConfig(activation, save_gate_up_in_fp8),
+        config,
         max_rows=max_rows,
     )
 
@@ -145,6 +148,7 @@ def grouped_mlp_sorted(
     down_proj_bias: Tensor | None = None,
     activation: Activation = PLAIN,
     save_gate_up_in_fp8: bool = False,
+    recompute_gate_up: bool = False,
     gate_up_lora: LoraWeights | None = None,
     down_lora: LoraWeights | None = None,
 ) -> Tensor:
@@ -162,7 +166,7 @@ def grouped_mlp_sorted(
             which is faster.
         gate_up_proj, down_proj, recipe, state, activation: see :func:`grouped_mlp`.
         gate_up_proj_bias, down_proj_bias, save_gate_up_in_fp8: see :func:`grouped_mlp`.
-        gate_up_lora, down_lora: see :func:`grouped_mlp`.
+        recompute_gate_up, gate_up_lora, down_lora: see :func:`grouped_mlp`.
 
     Returns:
         [R, H] of x's dtype, or autocast's; zero in rows at and past sum(m_splits).
@@ -178,7 +182,7 @@ def grouped_mlp_sorted(
     >>> grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj).shape
     torch.Size([10, 16])
     """
-    check_flags("grouped_mlp_sorted", save_gate_up_in_fp8=save_gate_up_in_fp8)
+    config = config_of("grouped_mlp_sorted", activation, save_gate_up_in_fp8, recompute_gate_up)
     recipes = _recipes_of("grouped_mlp_sorted", recipe, state)
     gate_up = adapter_of("grouped_mlp_sorted", "gate_up_lora", gate_up_lora)
     down = adapter_of("grouped_mlp_sorted", "down_lora", down_lora)
@@ -188,8 +192,23 @@ def grouped_mlp_sorted(
         row_weights,
         Projection((gate_up_proj,), gate_up_proj_bias, recipes[0], adapter=gate_up),
         Projection((down_proj,), down_proj_bias, recipes[1], adapter=down),
-        MLPConfig(activation, save_gate_up_in_fp8),
+        config,
     )
+
+
+def config_of(
+    where: str, activation: Activation, save_gate_up_in_fp8: bool, recompute_gate_up: bool
+) -> MLPConfig:
+    """The options of an expert's activation, checked."""
+    check_activation(where, activation)
+    flags = {
+        "save_gate_up_in_fp8": save_gate_up_in_fp8,
+        "recompute_gate_up": recompute_gate_up,
+    }
+    check_flags(where, **flags)
+    if save_gate_up_in_fp8 and recompute_gate_up:
+        raise ValueError(f"{where}: save_gate_up_in_fp8 and recompute_gate_up exclude each other")
+    return MLPConfig(activation, save_gate_up_in_fp8, recompute_gate_up)
 
 
 def _recipes_of(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.nn.checks import (
-    check_activation,
     check_features,
     check_flags,
     check_mx_blocks,
@@ -21,7 +20,7 @@ from grouped_linear.nn.checks import (
 )
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.from_modules import fill, stack_experts
-from grouped_linear.nn.functional_mlp import apply_mlp, apply_mlp_sorted
+from grouped_linear.nn.functional_mlp import apply_mlp, apply_mlp_sorted, config_of
 from grouped_linear.nn.gradient_accumulation import read_flag
 from grouped_linear.nn.grouped_layer import GroupedLayer
 from grouped_linear.nn.lora import Lora, check_lora
@@ -41,7 +40,7 @@ class GroupedMLP(GroupedLayer):
         intermediate_size: F, a multiple of 16.
         bias: whether both GEMMs add a bias.
         activation: between them, see :func:`grouped_linear.grouped_mlp`.
-        save_gate_up_in_fp8: see :func:`grouped_linear.grouped_mlp`.
+        save_gate_up_in_fp8, recompute_gate_up: see :func:`grouped_linear.grouped_mlp`.
         recipe, cache_weights, weights: of both weights, see :class:`grouped_linear.GroupedLinear`.
         fuse_wgrad_accumulation: of both weights, see :class:`grouped_linear.GroupedLinear`. A bias
             has its gradient in ``grad``.
@@ -51,7 +50,7 @@ class GroupedMLP(GroupedLayer):
 
     Attributes:
         num_experts, hidden_size, intermediate_size, activation: as given.
-        save_gate_up_in_fp8, recipe, weights: as given.
+        save_gate_up_in_fp8, recompute_gate_up, recipe, weights: as given.
         gate_up_proj: [E, 2 F, H]: gate, then up, or as activation says; [E, F, H] for one without a
             gate.
         down_proj: [E, H, F].
@@ -108,6 +107,7 @@ class GroupedMLP(GroupedLayer):
         bias: bool = False,
         activation: Activation = PLAIN,
         save_gate_up_in_fp8: bool = False,
+        recompute_gate_up: bool = False,
         recipe: Recipe | None = None,
         cache_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
@@ -120,8 +120,8 @@ class GroupedMLP(GroupedLayer):
         check_num_groups("GroupedMLP", "num_experts", num_experts)
         check_features("GroupedMLP", "hidden_size", hidden_size)
         check_features("GroupedMLP", "intermediate_size", intermediate_size)
-        check_flags("GroupedMLP", bias=bias, save_gate_up_in_fp8=save_gate_up_in_fp8)
-        check_activation("GroupedMLP", activation)
+        check_flags("GroupedMLP", bias=bias)
+        config_of("GroupedMLP", activation, save_gate_up_in_fp8, recompute_gate_up)
         self._set_options(
             "GroupedMLP", recipe, weights, cache_weights, fuse_wgrad_accumulation, dtype
         )
@@ -131,6 +131,7 @@ class GroupedMLP(GroupedLayer):
         self.num_experts = num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.activation, self.save_gate_up_in_fp8 = activation, save_gate_up_in_fp8
+        self.recompute_gate_up = recompute_gate_up
         self.dispatcher = None
         E, H, F = num_experts, hidden_size, intermediate_size
         G = 2 * F if activation.gated else F
@@ -153,6 +154,7 @@ class GroupedMLP(GroupedLayer):
         cache_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
         save_gate_up_in_fp8: bool = False,
+        recompute_gate_up: bool = False,
     ) -> Self:
         """Make the layer of a list of SwiGLU experts, with their parameters, dtype and device.
 
@@ -165,7 +167,7 @@ class GroupedMLP(GroupedLayer):
             experts: such as a ModuleList. They may be on the meta device.
             recipe, weights, cache_weights, fuse_wgrad_accumulation: see
                 :class:`grouped_linear.GroupedLinear`.
-            save_gate_up_in_fp8: see :func:`grouped_linear.grouped_mlp`.
+            save_gate_up_in_fp8, recompute_gate_up: see :func:`grouped_linear.grouped_mlp`.
 
         Raises:
             ValueError: for experts that compute something else, differ, are sharded, or have what
@@ -192,6 +194,7 @@ class GroupedMLP(GroupedLayer):
             H,
             F,
             save_gate_up_in_fp8=save_gate_up_in_fp8,
+            recompute_gate_up=recompute_gate_up,
             recipe=recipe,
             cache_weights=cache_weights,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
@@ -241,8 +244,7 @@ class GroupedMLP(GroupedLayer):
                 "GroupedMLP: the dispatcher chooses max_rows where experts are on several "
                 "processes: give it a capacity_factor"
             )
-        config = MLPConfig(self.activation, self.save_gate_up_in_fp8)
-        projections = self._projections(x, is_first_microbatch)
+        config, projections = self._config, self._projections(x, is_first_microbatch)
         given = x, top_k_weights, top_k_index, *projections, config
         return apply_mlp(*given, max_rows=max_rows, dispatcher=self.dispatcher)
 
@@ -273,9 +275,12 @@ class GroupedMLP(GroupedLayer):
         """
         if self.dispatcher is not None:
             raise ValueError("GroupedMLP: forward_sorted is for rows that no dispatcher sorts")
-        config = MLPConfig(self.activation, self.save_gate_up_in_fp8)
-        projections = self._projections(x, is_first_microbatch)
+        config, projections = self._config, self._projections(x, is_first_microbatch)
         return apply_mlp_sorted(x, m_splits, row_weights, *projections, config)
+
+    @property
+    def _config(self) -> MLPConfig:
+        return MLPConfig(self.activation, self.save_gate_up_in_fp8, self.recompute_gate_up)
 
     def _projections(
         self, x: Tensor, is_first_microbatch: Tensor | bool | None
