@@ -31,7 +31,7 @@ class Call(nn.Module):
         self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.weights)
+        return self.function(x, *self.parameters())
 
 
 class Linear(nn.Module):
