@@ -244,9 +244,8 @@ class Projection(NamedTuple):
 
     @property
     def _quantizes_weight(self) -> bool:
-        """Whether a call quantizes the parameter."""
-        format = self.recipe.weight
-        return self.stored is None and (format.quantize is not None or format.scaling is not None)
+        """Whether a call quantizes or casts the parameter."""
+        return self.stored is None and not self.recipe.weight.changes_nothing
 
     def for_backward(self) -> "Projection":
         """The projection without tensors of the forward, which are saved where they are needed.
