@@ -177,7 +177,7 @@ def _shown_bases(cls: griffe.Class) -> list[Any]:
 
 def _link_to_page(match: re.Match[str]) -> str:
     """A page that a docstring names, from a page of the reference."""
-    return f"[{match[0]}](../../{'/'.join(part for part in match.groups() if part)}/)"
+    return f"[{match[0]}](../{match[0].removeprefix('docs/')})"
 
 
 def _comments_above(attribute: griffe.Object) -> griffe.Docstring | None:
@@ -203,7 +203,7 @@ class Docstrings(griffe.Extension):
         text = SEVERAL.sub(_one_by_one, text)
         roles = r":(?:class|func|meth|mod):`([^`]+)`"
         text = re.sub(roles, lambda match: _link(match[1], obj), text)
-        text = re.sub(r"docs/(?:(notes)/)?(\w+)\.md", _link_to_page, text)
+        text = re.sub(r"docs/[\w/]+\.md", _link_to_page, text)
         text = re.sub(r"^>>> .*(?:\n.+)*", r"```pycon\n\g<0>\n```", text, flags=re.M)
         obj.docstring.value = re.sub(r"::$", ":", text, flags=re.M)
 
