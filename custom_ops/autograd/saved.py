@@ -29,8 +29,8 @@ def saved_tensors(ctx: Any, layer: str) -> Any:
         shape = f" (its shape is {found[1]})" if found else ""
         raise RuntimeError(
             f"{layer}: a tensor that the forward saved has been {OVERWRITTEN} before its backward: "
-            "write x or a weight in place, step the optimizer, call update_scales and fill weight "
-            f"caches only after the last backward that reads them{shape}"
+            "write x, a weight or a bias in place, step the optimizer, call update_scales and fill "
+            f"weight caches only after the last backward that reads them{shape}"
         ) from error
 
 

@@ -21,8 +21,9 @@ from grouped_linear.meta_kernels.rules import (
     MX_BLOCK,
     dtype_name,
 )
-from grouped_linear.nn.lora import MAX_RANK, is_number
+from grouped_linear.nn.lora import MAX_RANK
 from grouped_linear.ops.activation import Activation
+from grouped_linear.ops.constants import is_number
 from grouped_linear.quantized.weight import is_dtensor
 from grouped_linear.recipes import DelayedScalingState, Recipe, WeightList
 from grouped_linear.recipes.format import check_flags as check_flags

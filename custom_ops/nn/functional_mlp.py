@@ -99,7 +99,9 @@ def grouped_mlp(
             passes. Outputs are the same; gradients of what is before the activation, and
             down_proj's, have an error of FP8's size.
         recompute_gate_up: keep no input of the activation, whatever the number of rows: the
-            backward computes the first GEMM again. Outputs and gradients have the same bits.
+            backward computes the first GEMM again. Outputs and gradients have the same bits. It
+            reads x, the weight and the bias of gate and up, which are not to be written before, and
+            calls a format of your own again, which is to give the same numbers.
         gate_up_lora: an adapter of gate_up_proj, see :class:`grouped_linear.nn.lora.LoraWeights`.
             It adds ``scaling * b[e] @ (a[e] @ x[t])`` to gate and up, in x's dtype under every
             recipe. A projection that does not require grad then costs no wgrad and keeps nothing.

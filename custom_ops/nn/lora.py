@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grouped_linear.autograd.low_rank import Adapter
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
-from grouped_linear.ops.constants import constant, keep_constants
+from grouped_linear.ops.constants import constant, is_number, keep_constants
 from grouped_linear.recipes.format import check_flags
 
 MAX_RANK = 256
@@ -111,11 +111,6 @@ def adapter_of(op: str, name: str, lora: Any) -> Adapter | None:
     if not isinstance(lora, LoraWeights):
         raise TypeError(f"{op}: {name} must be None or a LoraWeights, got {type(lora).__name__}")
     return Adapter(lora.a, lora.b, constant(lora, "scaling"), None, constant(lora, "dropout"))
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is an int or a float."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_lora(layer: str, lora: Any) -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_linear.ops.constants import constant, keep_constants
+from grouped_linear.ops.constants import constant, is_number, keep_constants
 from grouped_linear.ops.gradients import OPS
 from grouped_linear.ops.quantize import requested
 
@@ -109,15 +109,15 @@ class SwiGLU(Activation):
         """Check the numbers."""
         largest = torch.finfo(torch.float32).max  # a float of a module would not be a constant
         for name, number in (("alpha", self.alpha), ("beta", self.beta)):
-            if not isinstance(number, int | float) or not abs(number) <= largest:
+            if not (is_number(number) and abs(number) <= largest):
                 raise ValueError(f"SwiGLU: {name} must be finite, got {number!r}")
         limit = self.limit
-        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+        if limit is not None and not (is_number(limit) and limit > 0):
             raise ValueError(f"SwiGLU: limit must be positive, got {limit!r}")
         if not isinstance(self.interleaved, bool):
             raise ValueError(f"SwiGLU: interleaved must be True or False, got {self.interleaved!r}")
         cubic = self.cubic
-        if not isinstance(cubic, int | float) or not 0 <= cubic <= largest:
+        if not (is_number(cubic) and 0 <= cubic <= largest):
             raise ValueError(f"SwiGLU: cubic must be finite and not negative, got {cubic!r}")
         keep_constants(self, "alpha", "beta", "limit", "cubic")
 

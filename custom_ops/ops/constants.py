@@ -13,6 +13,11 @@ from typing import Any
 import torch
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a number of an option, as numpy's are too: real, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def keep_constants(instance: object, *names: str) -> None:
     """Keep numbers of a frozen dataclass as texts, at the end of its ``__post_init__``.
 
@@ -22,7 +27,7 @@ def keep_constants(instance: object, *names: str) -> None:
     if not torch.compiler.is_compiling():
         for name in names:
             number = getattr(instance, name)
-            if isinstance(number, Real) and not isinstance(number, bool):
+            if is_number(number):
                 texts[name] = repr(float(number))
     object.__setattr__(instance, "_texts", texts)
 

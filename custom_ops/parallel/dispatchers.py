@@ -5,7 +5,6 @@ experts, L = E / D of them on a process, H features.
 """
 
 import inspect
-from numbers import Real
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from grouped_linear.autograd.mlp import Arriving
 from grouped_linear.meta_kernels.rules import MAX_GROUPS, ceil_div
 from grouped_linear.nn.checks import check_flags
 from grouped_linear.nn.dispatcher import Dispatched, Started, TokenDispatcher
+from grouped_linear.ops.constants import is_number
 from grouped_linear.parallel.exchange import (
     CollectFunction,
     Exchange,
@@ -45,8 +45,8 @@ def _is(method: Any, function: Any) -> bool:
 
 def check_dispatch_options(where: str, capacity_factor: Any, fp8: Any, check_tokens: Any) -> None:
     """Raise ValueError for options that no dispatcher has."""
-    is_number = isinstance(capacity_factor, Real) and not isinstance(capacity_factor, bool)
-    if capacity_factor is not None and not (is_number and 0 < capacity_factor < float("inf")):
+    given = capacity_factor is not None
+    if given and not (is_number(capacity_factor) and 0 < capacity_factor < float("inf")):
         raise ValueError(
             f"{where}: capacity_factor must be None or positive, got {capacity_factor!r}"
         )
