@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from grouped_linear import ops
 from support.cases import cases
@@ -11,6 +12,7 @@ from support.check import check
 from support.groups import Groups
 from support.ops import OPS, PAGES
 from support.samples import variant_of
+from support.tensors import BF16, with_gaps
 
 
 def registered() -> list[str]:
@@ -40,3 +42,11 @@ def test_page_is_complete(op: str) -> None:
 @pytest.mark.parametrize(("op", "groups", "variant", "dtype", "device"), cases(*OPS))
 def test_results(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
     check(variant_of(op, groups, variant, dtype), device)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_operands_with_gaps(op: str) -> None:
+    """Of each operand that an op reads, and at once: in no dimension is it dense."""
+    sample = variant_of(op, Groups((5, 0, 11), 20, K=128, N=64), PAGES[op].every_tensor, BF16)
+    read = {n: given for n, given in sample.arguments.items() if n not in sample.written}
+    check(sample.but(**tree_map_only(torch.Tensor, with_gaps, read)), "cpu")
