@@ -13,11 +13,12 @@ import cmake
 import ninja
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor import aoti_load_package
 
 import grouped_linear
 from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedMLP
+from grouped_linear.nn.lora import LoraWeights
 from support.commands import MINUTES, run
 from support.compare import assert_same_bits
 from support.devices import DEVICES
@@ -153,6 +154,19 @@ def test_a_named_number_of_rows_needs_no_bound(strict: bool) -> None:
     program = torch.export.export(layer, inputs, dynamic_shapes=sizes, strict=strict)
     x, m_splits = torch.randn(7, 64), torch.tensor([3, 1, 0, 3])
     assert_same_bits(program.module()(x, m_splits), layer(x, m_splits))
+
+
+class Adapted(nn.Module):
+    def forward(self, x: Tensor, weight: Tensor, m_splits: Tensor, lora: LoraWeights) -> Tensor:
+        return grouped_linear.grouped_linear(x, weight, m_splits, lora=lora)
+
+
+def test_a_saved_program_takes_factors(tmp_path: Path) -> None:
+    lora = LoraWeights(torch.randn(2, 4, 32), torch.randn(2, 16, 4), 0.5)
+    given = torch.randn(20, 32), torch.randn(2, 16, 32), torch.tensor([5, 15]), lora
+    torch.export.save(torch.export.export(Adapted(), given), tmp_path / "adapted.pt2")
+    program = torch.export.load(tmp_path / "adapted.pt2")
+    assert_same_bits(program.module()(*given), Adapted()(*given))
 
 
 @pytest.mark.parametrize("op", OPS)

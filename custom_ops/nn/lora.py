@@ -38,8 +38,12 @@ class LoraWeights:
         keep_constants(self, "scaling", "dropout")
 
 
-# FSDP2's hooks and torch.export look for tensors in arguments.
-torch.export.register_dataclass(LoraWeights)
+# FSDP2's hooks and torch.export look for tensors in arguments. A saved program has the name, and an
+# example of the arguments, which torch.export.load reads as torch.load does.
+torch.export.register_dataclass(
+    LoraWeights, serialized_type_name=f"{__name__}.{LoraWeights.__qualname__}"
+)
+torch.serialization.add_safe_globals([LoraWeights])
 
 
 @dataclass(frozen=True)
