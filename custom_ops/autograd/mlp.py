@@ -150,8 +150,8 @@ class Saved(NamedTuple):
         """gate_up in the dtype of d_out; `gate_up` is the first layer's projection."""
         saved_RG, scale = self.gate_up_RG, self.gate_up_scale
         if saved_RG is None:
-            x_TH, offs_E = self.x_TH, self.rows.offs
-            again = self.gate_up_again, self.rows.source(x_TH), x_TH, offs_E, d_out_TH
+            x_TH, rows = self.x_TH, self.rows
+            again = self.gate_up_again, rows.source(x_TH), x_TH, rows.token, rows.offs, d_out_TH
             return gate_up.fprop_again(*again).compute()
         if scale is not None:
             saved_RG = ops.group_dequantize(saved_RG, scale, self.rows.offs, d_out_TH.dtype)

@@ -26,7 +26,6 @@ from grouped_linear.recipes import (
     weight_for_dgrad,
 )
 from grouped_linear.recipes.format import BOTH, ROWWISE, ROWWISE_AGAIN, with_shared_scale
-from grouped_linear.recipes.quantize import Gathered
 
 
 class Parameters(NamedTuple):
@@ -213,6 +212,7 @@ class Projection(NamedTuple):
         kept: KeptForFprop,
         source: Source,
         adapter_x: Tensor | None,
+        token: Tensor | None,
         offs_E: Tensor,
         d_out: Tensor,
     ) -> Gemm:
@@ -222,6 +222,7 @@ class Projection(NamedTuple):
             kept: from :meth:`keep_for_fprop`.
             source: x, or what its rows are gathered from.
             adapter_x: the input of the adapter, before dropout.
+            token: the row of adapter_x for each row; None where they are the same.
             offs_E: int32 group ends.
             d_out: any gradient that comes, of the dtype of the product.
         """
@@ -237,8 +238,7 @@ class Projection(NamedTuple):
         term, adapter = None, self.adapter
         if adapter is not None:
             assert adapter_x is not None
-            rows = source.routing.token if isinstance(source, Gathered) else None
-            term = adapter.forward_term(adapter.input(adapter_x), offs_E, rows)
+            term = adapter.forward_term(adapter.input(adapter_x), offs_E, token)
         x = self.input(source, offs_E, ROWWISE_AGAIN)
         return self._replace(bias_EN=bias_EN).fprop(x, w, offs_E, d_out.dtype, term)
 
