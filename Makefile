@@ -42,6 +42,8 @@ nightly:
 ## make lint    ruff and mypy alone
 lint:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build demo test
+	@# No file is committed with a conflict in it; the hook sees what is staged, this what is there.
+	@! git grep -nE '^(<{7}|>{7}) '
 	$(ruff) check
 	$(ruff) format --check
 	$(python) -m mypy -p grouped_linear
