@@ -24,7 +24,7 @@ from grouped_linear.recipes.recipe import Recipe
 # inside the GEMM".
 
 #: fprop and dgrad of 16-bit tokens.
-GATHERING_16_BITS = 1536
+GATHERING_16_BITS = 512
 #: fprop and dgrad of tokens that are quantized once each, in place of once a row.
 GATHERING_FP8 = 1024
 #: The same beside a columnwise pass over the rows, which quantizes them rowwise as well.
