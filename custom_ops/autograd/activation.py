@@ -57,10 +57,8 @@ def gate_up_and_h(
     """
     offs_E, form = fprop.offs_E, activation.swiglu
     if form is not None and fprop.has_swiglu_kernel:
-        x, w = fprop.operands.rowwise, fprop.b
-        assert isinstance(x, Tensor)
-        assert isinstance(w, Tensor)
-        given = x, w.mT, offs_E, fprop.bias_EN, fprop.operands.rows
+        x: Any = fprop.operands.rowwise
+        given = x, fprop.b.mT, offs_E, fprop.bias_EN, fprop.operands.rows
         both = ops.grouped_mm_swiglu(*given, keep_gate_up=keep_gate_up, activation=form)
         h = quantize(both.h, format, offs_E, ROWWISE)
         return both.gate_up, h, both.h if keep_h else None
@@ -85,22 +83,14 @@ def grads_of_gate_up(
 ) -> tuple[SwigluGradOperands, Tensor | None, Tensor | None]:
     """Compute the second layer's dgrad and the activation's gradient, in one kernel if one exists.
 
-    Args:
-        dgrad: the second layer's, of the gradient of its unweighted output.
-        more_dh_RF: what is added to it, or None.
-        gate_up_RG: the activation's input.
-        weight_R: float32, what each row's output is weighted by.
-        activation: between the layers.
-        formats: what to return of the gradient of gate_up and of h.
-        keep: whether the gradient itself and the weighted h are needed, which follow the operands;
-            else they may be None.
+    ``dgrad`` is of the gradient of the unweighted output, to whose product ``more_dh_RF`` is added.
+    ``weight_R`` weighs each row's output, in float32. The operands of ``formats`` come first; with
+    ``keep`` the gradient of gate_up itself and the weighted h follow, which else may be None.
     """
     offs_E, form = dgrad.offs_E, activation.swiglu
     if form is not None and more_dh_RF is None and dgrad.has_swiglu_kernel:
-        dy, w = dgrad.operands.rowwise, dgrad.b
-        assert isinstance(dy, Tensor)
-        assert isinstance(w, Tensor)
-        given = dy, w, gate_up_RG, weight_R, offs_E, dgrad.operands.rows
+        dy: Any = dgrad.operands.rowwise
+        given = dy, dgrad.b, gate_up_RG, weight_R, offs_E, dgrad.operands.rows
         grads = ops.grouped_mm_swiglu_grad(*given, activation=form)
         made = quantize_grads(grads, offs_E, formats)
         return (made, *grads[:2]) if keep else (made, None, None)

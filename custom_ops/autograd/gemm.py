@@ -5,13 +5,13 @@ T rows, E groups, K in_features, N out_features.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.recipes import Operands, Values
+from grouped_linear.recipes import Operands
 
 
 class LowRankTerm(NamedTuple):
@@ -52,11 +52,9 @@ class Gemm(NamedTuple):
     """A product of low rank that is added."""
 
     @property
-    def b(self) -> Values:
+    def b(self) -> Any:
         """The weight's numbers as they are stored, [E, N, K]."""
-        values = self.weight[0] if self.is_fprop else self.weight[2]
-        assert values is not None
-        return values
+        return self.weight[0] if self.is_fprop else self.weight[2]
 
     @property
     def has_swiglu_kernel(self) -> bool:
@@ -84,19 +82,8 @@ class Gemm(NamedTuple):
             assert scale_b is not None
             low_dtype = a.dtype if scale_a is None else dtype
             a_low, b_low = (t.to(low_dtype) for t in low) if low else (None, None)
-            return ops.grouped_mm_mxfp4(
-                a,
-                b,
-                scale_b,
-                offs_E,
-                bias_EN,
-                scale_a,
-                dtype,
-                transpose_b=is_fprop,
-                rows=rows,
-                a_low=a_low,
-                b_low=b_low,
-            )
+            options: Any = {"transpose_b": is_fprop, "rows": rows, "a_low": a_low, "b_low": b_low}
+            return ops.grouped_mm_mxfp4(a, b, scale_b, offs_E, bias_EN, scale_a, dtype, **options)
         if is_fprop:
             b = b.mT
             scale_b = scale_b.mT if scale_b is not None and scale_b.dim() == 3 else scale_b

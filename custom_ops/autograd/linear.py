@@ -54,33 +54,23 @@ def _may_take_one_op(projection: Projection) -> bool:
 NOTHING = Parameters(False, False, False, False)
 
 
-class Saved(NamedTuple):
-    """The tensors that the forward saves. Any stands for None where no gradient needs one."""
+def _save(ctx: Any, fields: tuple[Any, ...], kept: tuple[Any, ...], recipe: Recipe) -> None:
+    """Save what :func:`_saved` returns, None where no gradient needs it, and scales of steps."""
+    weight, *others = kept
+    weights = weight if isinstance(weight, tuple) else (weight,)
+    ctx.save_for_backward(*fields, *others, *weights, *scales_of(recipe))
 
-    offs_E: Tensor
-    x: Any
-    """Columnwise in its format; with ``save_input`` itself."""
-    x_scale: Any
-    adapter_x_TK: Any
-    """The input of the adapter, before dropout."""
-    kept: Kept
 
-    @staticmethod
-    def save(ctx: Any, fields: tuple[Any, ...], kept: tuple[Any, ...], recipe: Recipe) -> None:
-        """Save the first fields and those of ``kept``, and scales of earlier steps."""
-        weight, *others = kept
-        weights = weight if isinstance(weight, tuple) else (weight,)
-        ctx.save_for_backward(*fields, *others, *weights, *scales_of(recipe))
+def _saved(ctx: Any) -> tuple[Any, Any, Any, Any, Kept]:
+    """offs_E, x with its scales, the adapter's input before dropout, and the projection's tensors.
 
-    @classmethod
-    def of(cls, ctx: Any) -> "Saved":
-        """The tensors that a forward has saved."""
-        tensors = saved_tensors(ctx, "grouped_linear")
-        weight = tensors[9]
-        if weight is not None and weight.dim() == 2:
-            weight = tensors[9 : 9 + len(ctx.projection.weights)]
-        offs_E, x, x_scale, adapter_x_TK = tensors[:4]
-        return cls(offs_E, x, x_scale, adapter_x_TK, Kept(weight, *tensors[4:9]))
+    x is columnwise in its format; with ``save_input`` it is the input itself.
+    """
+    tensors = saved_tensors(ctx, "grouped_linear")
+    weight = tensors[9]
+    if weight is not None and weight.dim() == 2:
+        weight = tensors[9 : 9 + len(ctx.projection.weights)]
+    return *tensors[:4], Kept(weight, *tensors[4:9])
 
 
 class GroupedLinearFunction(torch.autograd.Function):
@@ -126,7 +116,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         if need_x or any(needs):
             saved_x = x_TK if save_input and needs.weight else x.columnwise
             fields = offs_E, saved_x, x.columnwise_scale, x_TK if needs.a else None
-            Saved.save(ctx, fields, projection.keep(w, needs, need_x, term), recipe)
+            _save(ctx, fields, projection.keep(w, needs, need_x, term), recipe)
         return projection.fprop(x, w, offs_E, x_TK.dtype, term).compute()
 
     @staticmethod
@@ -134,10 +124,10 @@ class GroupedLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         """Compute dgrad, wgrad and the bias gradient, each only where it is needed."""
         need_x, needs = _needs(ctx, now=True)
-        saved = Saved.of(ctx)
+        offs_E, saved_x, x_scale, adapter_x_TK, kept = _saved(ctx)
         if (need_x or needs.weight) and _backward_takes_one_op(ctx):
+            saved = offs_E, saved_x, x_scale, kept
             return _backward_in_one_op(ctx, saved, dy_TN, need_x, needs)
-        offs_E, kept = saved.offs_E, saved.kept
         projection = ctx.projection.restored(kept)
         recipe, adapter = projection.recipe, projection.adapter
         layouts = Layouts(need_x, needs.weight, needs.bias)
@@ -145,7 +135,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         dx_TK = db_EN = da_ErK = db_ENr = term = None
         dws: tuple[Tensor | None, ...] = (None,) * len(projection.weights)
         if adapter is not None:
-            of_adapter = dy_TN, saved.adapter_x_TK, kept.h_Tr, offs_E
+            of_adapter = dy_TN, adapter_x_TK, kept.h_Tr, offs_E
             da_ErK, db_ENr, term = adapter.grads(*of_adapter, need_x)
         if need_x:
             term, beside = projection.split(term)
@@ -153,9 +143,9 @@ class GroupedLinearFunction(torch.autograd.Function):
             if beside is not None:
                 dx_TK = dx_TK + adapter.input(beside.product(offs_E))
         if needs.weight:
-            x = Operands(None, None, saved.x, saved.x_scale)
+            x = Operands(None, None, saved_x, x_scale)
             if ctx.save_input:
-                x = quantize(saved.x, recipe.input, offs_E, COLUMNWISE_AGAIN)
+                x = quantize(saved_x, recipe.input, offs_E, COLUMNWISE_AGAIN)
             wgrad = projection.wgrad(dy, x, offs_E)
             if ctx.defer_wgrad is None:
                 dws = wgrad.compute()
@@ -206,7 +196,7 @@ def _forward_in_one_op(
         x_t = x_TK.to(format.wgrad_dtype)
     if need_x or any(needs):
         kept = w_t, w_scale, None, None, None, None
-        Saved.save(ctx, (offs_E, x_t, x_t_scale, None), kept, projection.recipe)
+        _save(ctx, (offs_E, x_t, x_t_scale, None), kept, projection.recipe)
     return y
 
 
@@ -218,17 +208,17 @@ def _backward_takes_one_op(ctx: Any) -> bool:
 
 
 def _backward_in_one_op(
-    ctx: Any, saved: Saved, dy_TN: Tensor, need_x: bool, needs: Parameters
+    ctx: Any, saved: tuple[Any, ...], dy_TN: Tensor, need_x: bool, needs: Parameters
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients that :meth:`GroupedLinearFunction.backward` returns."""
-    projection, kept = ctx.projection, saved.kept
+    projection, (offs_E, x_t, x_t_scale, kept) = ctx.projection, saved
     dtype, format, w_t = projection.weights[0].dtype, projection.recipe.grad_output, kept.weight
     if need_x and projection.transposes_weight:
         w_t = ops.transpose_weight(w_t)
     dx_TK, dw_ENK, db_EN = ops.block_scaled_linear_grad(
         dy_TN,
-        saved.offs_E,
-        *((saved.x, saved.x_scale) if needs.weight else (None, None)),
+        offs_E,
+        *((x_t, x_t_scale) if needs.weight else (None, None)),
         *((w_t, kept.weight_scale) if need_x else (None, None)),
         amax_epsilon=format.epsilon,
         power_of_two_scales=format.power_of_two_scales,

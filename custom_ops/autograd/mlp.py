@@ -17,7 +17,7 @@ from grouped_linear.autograd.activation import (
     weighted_h,
 )
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
-from grouped_linear.autograd.projection import Kept, KeptForFprop, Parameters, Projection
+from grouped_linear.autograd.projection import Kept, Parameters, Projection
 from grouped_linear.autograd.routing import ChosenRows, SortedRows, rows_of
 from grouped_linear.autograd.saved import saved_tensors, scales_of
 from grouped_linear.autograd.wgrad import edges_of, needs_grad_now
@@ -94,7 +94,6 @@ class _Needs(NamedTuple):
         return self.dh or self.down.weight or self.down.a
 
 
-NO_FPROP = KeptForFprop(None, None, None)
 NOTHING = _Needs(False, False, *(Parameters(False, False, False, False),) * 2)
 
 
@@ -108,8 +107,8 @@ class Saved(NamedTuple):
     """In FP8 if the layer saves it so."""
     gate_up_scale: Tensor | None
     down_bias_EH: Tensor | None
-    gate_up_again: KeptForFprop
-    """Where gate_up is computed again."""
+    gate_up_again: tuple[Any, Any, Any]
+    """From :meth:`Projection.keep_for_fprop`, where gate_up is computed again."""
     gate_up: Kept
     down: Kept
     rows: ChosenRows | SortedRows
@@ -143,7 +142,7 @@ class Saved(NamedTuple):
         if transport is not None:
             transport = transport.with_tensors(t[end_of_rows : end_of_rows + ctx.num_tensors[1]])
         weight_TC, x_TH, gate_up_RG, gate_up_scale, down_bias_EH = t[:5]
-        kept = KeptForFprop(*t[5:8]), Kept(*t[8:14]), Kept(*t[14:20])
+        kept = t[5:8], Kept(*t[8:14]), Kept(*t[14:20])
         return cls(weight_TC, x_TH, gate_up_RG, gate_up_scale, down_bias_EH, *kept, rows, transport)
 
     def gate_up_of(self, gate_up: Projection, d_out_TH: Tensor) -> Tensor:
@@ -219,7 +218,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             ctx.gate_up, ctx.down = gate_up.for_backward(), down.for_backward()
             saved_x_TH = x_TH if needs.gate_up.weight or needs.gate_up.a or recompute else None
             bias_EH = down.bias_EN if needs.dh else None
-            gate_up_again = gate_up.keep_for_fprop(gate_up_w) if recompute else NO_FPROP
+            gate_up_again = gate_up.keep_for_fprop(gate_up_w) if recompute else (None,) * 3
             Saved.save(
                 ctx,
                 call,

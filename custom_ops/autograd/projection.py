@@ -50,15 +50,6 @@ class Kept(NamedTuple):
     """A's product with the input."""
 
 
-class KeptForFprop(NamedTuple):
-    """The tensors besides x from which a backward computes fprop again, or None for each."""
-
-    weight: Tensor | None
-    """Rowwise, or the parameter itself where a call quantizes it."""
-    weight_scale: Tensor | None
-    bias_EN: Tensor | None
-
-
 class Projection(NamedTuple):
     """A projection and the tensors of one call.
 
@@ -91,6 +82,11 @@ class Projection(NamedTuple):
     def in_features(self) -> int:
         """K."""
         return self.weights[0].size(-1)
+
+    @property
+    def factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """A and B of the adapter, if there is one."""
+        return (None, None) if self.adapter is None else self.adapter[:2]
 
     def input(self, source: Source, offs_E: Tensor, layouts: Layouts) -> Operands:
         """x for fprop, and for wgrad; GEMMs may gather its rows."""
@@ -200,16 +196,18 @@ class Projection(NamedTuple):
         of_adapter = adapter.a_ErK, adapter.b_ENr, adapter.mask, h_Tr
         return w.columnwise, w.columnwise_scale, *of_adapter
 
-    def keep_for_fprop(self, w: Operands) -> KeptForFprop:
-        """The tensors for :meth:`fprop_again`; w is from :meth:`weight`."""
+    def keep_for_fprop(self, w: Operands) -> tuple[Any, Any, Any]:
+        """The tensors for :meth:`fprop_again` besides x: the weight, its scales and the bias.
+
+        The weight is ``w``, from :meth:`weight`, or the parameter where a call quantizes that.
+        """
         if self._quantizes_weight:
-            return KeptForFprop(self.weights[0], None, self.bias_EN)
-        assert isinstance(w.rowwise, Tensor)
-        return KeptForFprop(w.rowwise, w.rowwise_scale, self.bias_EN)
+            return self.weights[0], None, self.bias_EN
+        return w.rowwise, w.rowwise_scale, self.bias_EN
 
     def fprop_again(
         self,
-        kept: KeptForFprop,
+        kept: tuple[Any, Any, Any],
         source: Source,
         adapter_x: Tensor | None,
         token: Tensor | None,
@@ -227,7 +225,6 @@ class Projection(NamedTuple):
             d_out: any gradient that comes, of the dtype of the product.
         """
         weight, scale, bias_EN = kept
-        assert weight is not None
         if torch.compiler.is_compiling():
             # A zero that needs the gradient. A graph that can compute this product in the forward
             # may do so and keep it, or take the forward's product for it.

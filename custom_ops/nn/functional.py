@@ -118,10 +118,10 @@ def apply_linear(
         # The parameters are differentiated in a graph of their own, later. This tensor makes
         # autograd run the layer's backward where nothing else requires it.
         inputs = (x.new_empty(0, requires_grad=True),)
-    factors: tuple[Tensor | None, Tensor | None] = (None, None)
     if adapter is not None:
-        factors, projection = adapter[:2], with_dropout(projection, x_TK)
+        projection = with_dropout(projection, x_TK)
     sizes = m_splits_E if offs_E is None else None
     call = LinearCall(projection, torch.is_grad_enabled(), sizes, offs_E, save_input, defer_wgrad)
-    y_TN: Tensor = GroupedLinearFunction.apply(call, x_TK, given.bias_EN, *factors, *inputs)
+    differentiated = x_TK, given.bias_EN, *projection.factors, *inputs
+    y_TN: Tensor = GroupedLinearFunction.apply(call, *differentiated)
     return y_TN if x.dim() == 2 else y_TN.reshape(*x.shape[:-1], y_TN.size(1))

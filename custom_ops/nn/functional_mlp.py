@@ -35,9 +35,6 @@ from grouped_linear.nn.projection import autocast, autocast_dtype, ready, with_d
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe
 
-#: The factors of a projection without an adapter.
-NO_FACTORS = (None, None)
-
 
 def grouped_mlp(
     x: Tensor,
@@ -252,7 +249,7 @@ def apply_mlp(
     check_mlp(op, x_TH, gate_up, down, config.activation.gated)
     dtype = autocast_dtype(x.device)
     x_TH = autocast(x_TH, dtype)
-    projections = _projections(op, x_TH, gate_up, down, dtype)
+    projections = _ready(op, x_TH, gate_up, down, dtype)
     index_TC = top_k_index.reshape(-1, top_k_index.size(-1))
     weights_TC = top_k_weights.reshape(-1, top_k_weights.size(-1))
     arriving = dispatched = None
@@ -271,7 +268,7 @@ def apply_mlp(
     else:
         weight_SC = arriving.weight_SC.masked_fill(rows.without_row, 0)
         arriving = arriving._replace(weight_SC=weight_SC)
-    y_TH = _apply(x_TH, weights_TC, rows, gate_up, down, config, projections, arriving)
+    y_TH = _apply(x_TH, weights_TC, rows, projections, config, arriving)
     if dispatcher is not None and dispatched is not None:
         y_TH = dispatcher.combine(y_TH, dispatched)
     return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)
@@ -297,62 +294,48 @@ def apply_mlp_sorted(
         check_row_weights(op, row_weights, x)
     dtype = autocast_dtype(x.device)
     x_RH = autocast(x, dtype)
-    projections = _projections(op, x_RH, gate_up, down, dtype)
+    projections = _ready(op, x_RH, gate_up, down, dtype)
     offs_E = ops.splits_to_offsets(splits_on(op, m_splits, x.device), x.size(0))
     if row_weights is not None:  # zero those of rows past the last group: no NaN * 0 leaks
         row_R = torch.arange(x.size(0), dtype=torch.int32, device=x.device)
         row_weights = row_weights.masked_fill(row_R >= offs_E[-1], 0)
-    return _apply(x_RH, row_weights, SortedRows(offs_E), gate_up, down, config, projections)
+    return _apply(x_RH, row_weights, SortedRows(offs_E), projections, config)
 
 
-#: Both projections, and their weights that autograd differentiates.
+#: Both projections as they are multiplied, each with the weight that autograd differentiates.
 _Projections = tuple[tuple[Projection, Tensor], tuple[Projection, Tensor]]
 
 
-def _projections(
-    op: str,
-    x_TH: Tensor,
-    gate_up: Projection,
-    down: Projection,
-    dtype: torch.dtype | None,
+def _ready(
+    op: str, x_TH: Tensor, gate_up: Projection, down: Projection, dtype: torch.dtype | None
 ) -> _Projections:
-    (first, (gate_up_input,)) = ready(op, gate_up, dtype)
+    first, (gate_up_w,) = ready(op, gate_up, dtype)
     check_dtypes(op, x_TH, NAMES[0], first.weights[0], first.recipe)
-    (second, (down_input,)) = ready(op, down, dtype)
+    second, (down_w,) = ready(op, down, dtype)
     check_dtypes(op, x_TH, NAMES[1], second.weights[0], second.recipe)
-    return (first, gate_up_input), (second, down_input)
+    return (first, gate_up_w), (second, down_w)
 
 
 def _apply(
     x_TH: Tensor,
     weights: Tensor | None,
     rows: ChosenRows | SortedRows,
-    gate_up: Projection,
-    down: Projection,
-    config: MLPConfig,
     projections: _Projections,
+    config: MLPConfig,
     arriving: Arriving | None = None,
 ) -> Tensor:
     """Draw the adapters' dropout, and compute the layer of tokens or of sorted rows."""
-    (first, gate_up_input), (second, down_input) = projections
+    (gate_up, gate_up_w), (down, down_w) = projections
     if down.adapter is not None:
         num_rows = x_TH.size(0) if rows.token is None else rows.token.size(0)
-        second = with_dropout(second, x_TH.new_empty(num_rows, second.in_features))
+        down = with_dropout(down, x_TH.new_empty(num_rows, down.in_features))
     if gate_up.adapter is not None:
         like = x_TH
         if arriving is not None:
-            like = x_TH.new_empty(arriving.weight_SC.size(0), first.in_features)
-        first = with_dropout(first, like)
-    call = MLPCall(first, second, config, rows, torch.is_grad_enabled(), arriving)
-    y: Tensor = GroupedMLPFunction.apply(
-        call,
-        x_TH,
-        weights,
-        gate_up_input,
-        gate_up.bias_EN,
-        *(gate_up.adapter or NO_FACTORS)[:2],
-        down_input,
-        down.bias_EN,
-        *(down.adapter or NO_FACTORS)[:2],
-    )
+            like = x_TH.new_empty(arriving.weight_SC.size(0), gate_up.in_features)
+        gate_up = with_dropout(gate_up, like)
+    of_gate_up = gate_up_w, gate_up.bias_EN, *gate_up.factors
+    of_down = down_w, down.bias_EN, *down.factors
+    call = MLPCall(gate_up, down, config, rows, torch.is_grad_enabled(), arriving)
+    y: Tensor = GroupedMLPFunction.apply(call, x_TH, weights, *of_gate_up, *of_down)
     return y
