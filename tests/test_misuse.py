@@ -137,13 +137,16 @@ def test_rows_on_cpu() -> None:
     rows = torch.tensor([[3, 0, 4, 0], [3, -1, 0, 0], [3, 3, 0, 2**31]])
     lines = [sentence(lambda r=r: ops.group_quantize(x, offs, r)) for r in rows]  # type: ignore[misc]
     lines.append(sentence(lambda: ops.group_quantize(x[:0], offs, rows[0].int())))
+    experts = torch.tensor([[1, 0], [0, 16]] * 2)
+    lines.append(sentence(lambda: ops.topk_experts_grad(torch.ones(4, 2), x, experts)))
     assert_expected_inline(
         "\n".join(lines),
         """\
 group_quantize: rows must index the 4 rows of x, got 4 at row 2
 group_quantize: rows must index the 4 rows of x, got -1 at row 1
 no error
-group_quantize: rows must index the 0 rows of x, got 3 at row 0""",
+group_quantize: rows must index the 0 rows of x, got 3 at row 0
+topk_experts_grad: experts must index the 16 experts of logits, got 16 at row 1""",
     )
 
 
