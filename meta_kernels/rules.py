@@ -148,10 +148,10 @@ class Rules:
             self.count(name, "columns", rows.size(1))
 
     def epsilon(self) -> None:
-        """amax_epsilon is finite and not negative."""
+        """amax_epsilon is finite, in float32 too, and not negative."""
         amax_epsilon = self.arguments["amax_epsilon"]
         self.check(
-            0 <= amax_epsilon < float("inf"),
+            0 <= amax_epsilon <= FLOAT32_MAX,
             lambda: f"amax_epsilon must be finite and not negative, got {amax_epsilon:g}",
         )
 

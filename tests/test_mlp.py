@@ -615,7 +615,7 @@ ValueError: GroupedMLP: num_experts must be between 1 and 1024, got 0
 ValueError: GroupedMLP: hidden_size must be a positive multiple of 16, got 20
 ValueError: grouped_mlp: activation must be a SwiGLU or an Activation, got None
 ValueError: SwiGLU: alpha must be finite, got inf
-ValueError: SwiGLU: limit must be positive, got nan
+ValueError: SwiGLU: limit must be None or a positive float, got nan
 ValueError: SwiGLU: interleaved must be True or False, got 1
 ValueError: SwiGLU: cubic must be finite and not negative, got -1.0
 RuntimeError: grouped_mlp: top_k_weights and top_k_index must be [..., C] with C positive, got [] and []

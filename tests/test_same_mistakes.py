@@ -16,12 +16,18 @@ from expecttest import assert_expected_inline
 from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
+    Format,
     GroupedLinear,
     GroupedMLP,
     Lora,
     SwiGLU,
+    grouped_linear,
     update_scales,
+    watch,
 )
+from grouped_linear.debugging import fake_quantize
+from grouped_linear.nn.lora import LoraWeights
+from grouped_linear.parallel import ExpertParallel
 from support.compare import assert_same_bits
 from support.errors import said
 from support.layers import linear_of
@@ -206,10 +212,41 @@ def test_x_that_changes_before_the_backward(layer: Any) -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("number", [10**400, 1e39])
+def test_numbers_that_float32_does_not_hold(number: float) -> None:
+    """Those that ops compute with; a limit of 1e39 stands for none."""
+    factors = torch.ones(2, 8, K), torch.ones(2, N, 8)
+    calls: dict[str, Callable[[], Any]] = {
+        "SwiGLU: alpha must be finite": lambda: SwiGLU(number),
+        "SwiGLU: cubic must be finite": lambda: SwiGLU(cubic=number),
+        "Lora: alpha must be None or a finite": lambda: Lora(8, alpha=number),
+        "Lora: dropout must be": lambda: Lora(8, dropout=number),
+        "Format: amax_epsilon must be finite": lambda: Format(amax_epsilon=number),
+        "grouped_linear: lora.scaling must be a finite": lambda: grouped_linear(
+            torch.ones(5, K), torch.ones(2, N, K), [2, 3], lora=LoraWeights(*factors, number)
+        ),
+        "grouped_linear: lora.dropout must be": lambda: grouped_linear(
+            torch.ones(5, K), torch.ones(2, N, K), [2, 3], lora=LoraWeights(*factors, 1, number)
+        ),
+    }
+    if isinstance(number, int):
+        calls |= {
+            "SwiGLU: limit must be None or a positive float": lambda: SwiGLU(limit=number),
+            "ExpertParallel: capacity_factor must": lambda: ExpertParallel(capacity_factor=number),
+            "grouped_mlp: max_rows must be below 2": lambda: mlp(max_rows=number),
+        }
+    for sentence, call in calls.items():
+        with pytest.raises(ValueError, match=f"^{sentence}"):
+            call()
+
+
 def test_sizes_of_numpy() -> None:
     """Which are integers."""
-    layer = GroupedLinear(np.int64(2), np.int64(K), np.int64(N))
+    two = np.int64(2)
+    layer = GroupedLinear(two, np.int64(K), np.int64(N), lora=Lora(two))
     assert layer(torch.ones(5, K), np.array([2, 3])).shape == (5, N)
+    watch(layer, every=two, rows=two).step()
+    fake_quantize(Float8BlockScaling(), except_experts=[two])
 
 
 def test_numbers_of_numpy() -> None:

@@ -1,6 +1,6 @@
 #include "checks/rules.h"
 
-#include <cmath>
+#include <limits>
 #include <string>
 
 namespace grouped_linear {
@@ -137,7 +137,7 @@ void check_rows(const char* op, const Tensor& rows, int64_t dim, const char* fir
 }
 
 void check_epsilon(const char* op, double amax_epsilon) {
-  check(std::isfinite(amax_epsilon) && amax_epsilon >= 0, op,
+  check(amax_epsilon >= 0 && amax_epsilon <= std::numeric_limits<float>::max(), op,
         ": amax_epsilon must be finite and not negative, got ", amax_epsilon);
 }
 

@@ -189,7 +189,7 @@ void check_update_scales(const std::vector<Tensor>& scale, const std::vector<Ten
     check(amax_history[i].size(0) > 0, op, ": amax_history must have a row, got none");
     check_count(op, "amax_history", "rows", amax_history[i].size(0));
     check(amax_history[i].is_contiguous(), op, ": amax_history must be contiguous");
-    check(fp8_max[i] > 0 && std::isfinite(fp8_max[i]), op,
+    check(fp8_max[i] > 0 && fp8_max[i] <= std::numeric_limits<float>::max(), op,
           ": fp8_max must be positive and finite, got ", fp8_max[i]);
   }
 }

@@ -21,6 +21,7 @@ from grouped_linear.meta_kernels.watch import MAXIMA
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.grouped_layer import GroupedLayer
 from grouped_linear.nn.watched import WatchedLayer
+from grouped_linear.ops.constants import is_integer
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.weight import is_dtensor, local_part
 from grouped_linear.recipes import ROLES, DelayedScalingState
@@ -46,7 +47,7 @@ class Watch:
 
     def __init__(self, model: nn.Module, every: int, rows: int | None, to: Destination) -> None:
         for name, given in (("every", every), ("rows", 1 if rows is None else rows)):
-            if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            if not is_integer(given) or given < 1:
                 raise ValueError(f"watch: {name} must be a positive integer, got {given!r}")
         if not (to is None or isinstance(to, str | Path) or callable(to) or _is_writer(to)):
             raise ValueError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from grouped_linear.integrations.routers import Router, in_place, routers_of
+from grouped_linear.ops.constants import is_integer
 
 TOPK = torch.topk, Tensor.topk
 INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
@@ -119,7 +120,7 @@ def record_routing(
     """
     op = "record_routing"
     for name, number in (("batch_size", batch_size), ("max_tokens", max_tokens)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        if not is_integer(number) or number < 1:
             raise ValueError(f"{op}: {name} must be a positive integer, got {number!r}")
     shape, routers = (batch_size, max_tokens), routers_of(op, model)
     with torch.inference_mode(False):

@@ -4,9 +4,7 @@ The ops check tensors again, in theirs. T rows or tokens, E groups (experts), C 
 token, K in_features, N out_features, H features of a token, F features inside an expert.
 """
 
-import math
 from collections.abc import Iterable, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from grouped_linear.meta_kernels.rules import (
 )
 from grouped_linear.nn.lora import MAX_RANK
 from grouped_linear.ops.activation import Activation
-from grouped_linear.ops.constants import is_number
+from grouped_linear.ops.constants import is_finite, is_integer, is_number
 from grouped_linear.quantized.weight import is_dtensor
 from grouped_linear.recipes import DelayedScalingState, Recipe, WeightList
 from grouped_linear.recipes.format import check_flags as check_flags
@@ -69,7 +67,7 @@ def check_mx_blocks(layer: str, weights: Any, **features: int) -> None:
 
 
 def _check_integer(layer: str, name: str, number: Any) -> None:
-    if not isinstance(number, Integral) or isinstance(number, bool):
+    if not is_integer(number):
         raise ValueError(f"{layer}: {name} must be an integer, got {number!r}")
 
 
@@ -209,8 +207,7 @@ def check_adapter(
             f"{MAX_RANK}, as {weight_name} is {list(weight.shape)}, got {list(a.shape)} and "
             f"{list(b.shape)}"
         )
-    # Not math.isfinite: Dynamo does not trace it for a float that it holds as a symbol.
-    if not (is_number(scaling) and -math.inf < scaling < math.inf):
+    if not is_finite(scaling):
         raise ValueError(f"{op}: {name}.scaling must be a finite number, got {scaling!r}")
     if not (is_number(dropout) and 0 <= dropout < 1):
         raise ValueError(
@@ -349,12 +346,15 @@ def check_choices(
         )
     if max_rows is not None and torch.compiler.is_compiling():  # it may be computed from x's size
         torch._check(max_rows >= 0, lambda: "grouped_mlp: max_rows must not be negative")
+        torch._check(max_rows < 2**31, lambda: "grouped_mlp: max_rows must be below 2**31")
     elif max_rows is None:
         return
-    elif isinstance(max_rows, bool) or not isinstance(max_rows, Integral | torch.SymInt):
+    elif not (is_integer(max_rows) or isinstance(max_rows, torch.SymInt)):
         raise ValueError(f"grouped_mlp: max_rows must be None or an integer, got {max_rows!r}")
     elif max_rows < 0:
         raise ValueError(f"grouped_mlp: max_rows must not be negative, got {max_rows}")
+    elif max_rows >= 2**31:  # rows are numbered in int32
+        raise ValueError(f"grouped_mlp: max_rows must be below 2**31, got {max_rows}")
 
 
 def _check_factors(op: str, name: str, t: Tensor) -> None:

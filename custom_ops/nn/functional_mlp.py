@@ -110,9 +110,9 @@ def grouped_mlp(
     Raises:
         RuntimeError: for a wrong shape, dtype, device or number of features.
         TypeError: for an argument that is no tensor.
-        ValueError: for ``max_rows`` below 0, if ``recipe`` is no recipe, if its state is missing,
-            if there is a state and no recipe that has one, and for a weight that FSDP2 gathered in
-            FP8 under a recipe whose weights have other scales.
+        ValueError: for ``max_rows`` below 0 or past int32, if ``recipe`` is no recipe, if its state
+            is missing, if there is a state and no recipe that has one, and for a weight that FSDP2
+            gathered in FP8 under a recipe whose weights have other scales.
 
     >>> x, scores = torch.randn(5, 16), torch.randn(5, 4).softmax(dim=-1)
     >>> gate_up_proj, down_proj = torch.randn(4, 64, 16), torch.randn(4, 16, 32)

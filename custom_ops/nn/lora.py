@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grouped_linear.autograd.low_rank import Adapter
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
-from grouped_linear.ops.constants import constant, is_number, keep_constants
+from grouped_linear.ops.constants import constant, is_finite, is_integer, is_number, keep_constants
 from grouped_linear.recipes.format import check_flags
 
 MAX_RANK = 256
@@ -80,10 +80,10 @@ class Lora:
 
     def __post_init__(self) -> None:
         rank = self.rank
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
+        if not (is_integer(rank) and 1 <= rank <= MAX_RANK):
             raise ValueError(f"Lora: rank must be an integer from 1 to {MAX_RANK}, got {rank!r}")
         alpha = self.alpha
-        if alpha is not None and not (is_number(alpha) and math.isfinite(alpha)):
+        if alpha is not None and not is_finite(alpha):
             raise ValueError(f"Lora: alpha must be None or a finite number, got {alpha!r}")
         if not (is_number(self.dropout) and 0 <= self.dropout < 1):
             raise ValueError(

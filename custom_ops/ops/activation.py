@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_linear.ops.constants import constant, is_number, keep_constants
+from grouped_linear.ops.constants import constant, is_finite, is_number, keep_constants
 from grouped_linear.ops.gradients import OPS
 from grouped_linear.ops.quantize import requested
 
@@ -107,17 +107,16 @@ class SwiGLU(Activation):
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        largest = torch.finfo(torch.float32).max  # a float of a module would not be a constant
         for name, number in (("alpha", self.alpha), ("beta", self.beta)):
-            if not (is_number(number) and abs(number) <= largest):
+            if not is_finite(number):
                 raise ValueError(f"SwiGLU: {name} must be finite, got {number!r}")
         limit = self.limit
         if limit is not None and not (is_number(limit) and limit > 0):
-            raise ValueError(f"SwiGLU: limit must be positive, got {limit!r}")
+            raise ValueError(f"SwiGLU: limit must be None or a positive float, got {limit!r}")
         if not isinstance(self.interleaved, bool):
             raise ValueError(f"SwiGLU: interleaved must be True or False, got {self.interleaved!r}")
         cubic = self.cubic
-        if not (is_number(cubic) and 0 <= cubic <= largest):
+        if not (is_finite(cubic) and cubic >= 0):
             raise ValueError(f"SwiGLU: cubic must be finite and not negative, got {cubic!r}")
         keep_constants(self, "alpha", "beta", "limit", "cubic")
 

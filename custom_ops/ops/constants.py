@@ -7,15 +7,31 @@ stays a constant, and so do 0 and 1 as integers, which defaults therefore are. t
 traces twice where a frozen dataclass that the graph reads has other numbers: it reads all fields.
 """
 
-from numbers import Real
+from numbers import Integral, Rational, Real
 from typing import Any
 
 import torch
 
 
+def _is(kind: Any, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer of an option, as numpy's are too, and no bool."""
+    return _is(Integral, value)
+
+
 def is_number(value: Any) -> bool:
-    """Whether it is a number of an option, as numpy's are too: real, and no bool."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Whether it is a number of an option, as numpy's are too: real, in float's range, no bool."""
+    largest = torch.finfo(torch.float64).max  # a float of a module would not be a constant
+    return _is(Real, value) and (not _is(Rational, value) or -largest <= value <= largest)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number of an option that is finite in float32, in which ops compute."""
+    largest = torch.finfo(torch.float32).max
+    return is_number(value) and -largest <= value <= largest
 
 
 def keep_constants(instance: object, *names: str) -> None:

@@ -48,7 +48,7 @@ def check_dispatch_options(where: str, capacity_factor: Any, fp8: Any, check_tok
     given = capacity_factor is not None
     if given and not (is_number(capacity_factor) and 0 < capacity_factor < float("inf")):
         raise ValueError(
-            f"{where}: capacity_factor must be None or positive, got {capacity_factor!r}"
+            f"{where}: capacity_factor must be None or positive and finite, got {capacity_factor!r}"
         )
     check_flags(where, fp8=fp8, check_tokens=check_tokens)
 

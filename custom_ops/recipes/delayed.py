@@ -6,7 +6,6 @@ T rows, E groups, K in_features, N out_features, H steps of history.
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import E4M3, MAX_MARGIN
+from grouped_linear.ops.constants import is_integer
 from grouped_linear.recipes.format import Format
 from grouped_linear.recipes.recipe import Recipe
 
@@ -62,7 +62,7 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         for name in ("margin", "amax_history_len"):
             number = getattr(self, name)
-            if not isinstance(number, Integral) or isinstance(number, bool):
+            if not is_integer(number):
                 raise ValueError(f"DelayedScaling: {name} must be an integer, got {number!r}")
         if not 0 <= self.margin <= MAX_MARGIN:
             raise ValueError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
+from grouped_linear.ops.constants import is_integer
 from grouped_linear.recipes.format import BOTH, ROWWISE, Format, Layouts, Operands
 from grouped_linear.recipes.quantize import quantize
 from grouped_linear.recipes.recipe import ROLES, Recipe
@@ -64,7 +65,7 @@ class FakeQuantization(Recipe):
                 known = ", ".join(ROLES)
                 raise ValueError(f"fake_quantize: roles must be of {known}, got {role!r}")
         for e in self.except_experts:
-            if isinstance(e, bool) or not isinstance(e, int) or e < 0:
+            if not is_integer(e) or e < 0:
                 raise ValueError(f"fake_quantize: except_experts must be numbers, got {e!r}")
         for role in ROLES:
             format = getattr(self.recipe, role) if role in self.roles else Format()

@@ -3,7 +3,6 @@
 T rows, E groups, K in_features, N out_features.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, FP8, dtype_name
-from grouped_linear.ops.constants import constant, is_number, keep_constants
+from grouped_linear.ops.constants import constant, is_finite, is_number, keep_constants
 
 #: A layer's weight: one tensor [E, N, K], or E tensors [N, K].
 WeightList = tuple[Tensor, ...]
@@ -98,7 +97,7 @@ def call_without_writes(name: str, function: Callable[..., Any], t: Tensor, *mor
 
 def check_amax_epsilon(owner: str, amax_epsilon: float) -> None:
     """Raise ValueError for what no amax can be compared with."""
-    if not (is_number(amax_epsilon) and math.isfinite(amax_epsilon) and amax_epsilon >= 0):
+    if not (is_finite(amax_epsilon) and amax_epsilon >= 0):
         got = f"{amax_epsilon:g}" if is_number(amax_epsilon) else repr(amax_epsilon)
         raise ValueError(f"{owner}: amax_epsilon must be finite and not negative, got {got}")
 
