@@ -23,13 +23,13 @@ def flops(*ops: str) -> Callable[[Formula], Formula]:
     """Register a formula of these ops, of shapes by the schema's names and ``out_shape``."""
 
     def register(formula: Formula) -> Formula:
-        for op in ops:
+        for op in (getattr(torch.ops.grouped_linear, name) for name in ops):
 
-            def count(*given: Any, out_shape: Any, op: str = op, **named: Any) -> int:
-                arguments = arguments_of(op, given, named)
+            def count(*given: Any, out_shape: Any, op: Any = op, **named: Any) -> int:
+                arguments = arguments_of(op.default, given, named)
                 return formula(SimpleNamespace(**arguments, out_shape=out_shape))
 
-            register_flop_formula([getattr(torch.ops.grouped_linear, op)])(count)
+            register_flop_formula([op])(count)
         return formula
 
     return register

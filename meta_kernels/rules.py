@@ -319,10 +319,9 @@ class Rules:
         self.same("N", "b_low", b_low.size(2), "b", N)
 
 
-def arguments_of(op: str, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of an op by the names in its schema, with its defaults."""
-    schema = getattr(torch.ops.grouped_linear, op).default._schema.arguments
-    arguments = {argument.name: argument.default_value for argument in schema}
+def arguments_of(op: Any, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of an overload by the names in its schema, with its defaults."""
+    arguments = {argument.name: argument.default_value for argument in op._schema.arguments}
     return {**arguments, **dict(zip(arguments, given, strict=False)), **named}
 
 
@@ -339,10 +338,11 @@ def fake(function: Callable[[Rules, Any], Any]) -> Callable[..., Any]:
     torch.Size([2, 16])
     """
     name = function.__name__
+    op = getattr(torch.ops.grouped_linear, name).default
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
-        arguments = arguments_of(name, given, named)
+        arguments = arguments_of(op, given, named)
         return function(Rules(name, **arguments), SimpleNamespace(**arguments))
 
     torch.library.register_fake(f"grouped_linear::{name}", call)

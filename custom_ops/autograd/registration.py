@@ -70,7 +70,7 @@ torch.library.register_autograd(
 
 def _topk_experts_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     # The dispatcher drops trailing arguments that equal their defaults.
-    given = arguments_of("topk_experts", inputs, {})
+    given = arguments_of(torch.ops.grouped_linear.topk_experts.default, inputs, {})
     ctx.scoring = {n: given[n] for n in ("score_function", "normalize", "scaling_factor")}
     ctx.save_for_backward(given["logits"], output[1])
 

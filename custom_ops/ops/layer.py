@@ -81,25 +81,12 @@ def block_scaled_linear(
     >>> y.shape, offs.tolist()
     (torch.Size([5, 32]), [2, 5])
     """
+    scaling = amax_epsilon, power_of_two_scales, share_scales
     y, offs, x_t, scale_x_t, w_t, scale_w = OPS.block_scaled_linear(
-        x,
-        w,
-        m_splits,
-        bias,
-        amax_epsilon,
-        power_of_two_scales,
-        share_scales,
-        columnwise_x,
-        columnwise_w,
+        x, w, m_splits, bias, *scaling, columnwise_x, columnwise_w
     )
-    return BlockScaledLinear(
-        y,
-        offs,
-        x_t if columnwise_x else None,
-        scale_x_t if columnwise_x else None,
-        w_t if columnwise_w else None,
-        scale_w,
-    )
+    x_t, scale_x_t = (x_t, scale_x_t) if columnwise_x else (None, None)
+    return BlockScaledLinear(y, offs, x_t, scale_x_t, w_t if columnwise_w else None, scale_w)
 
 
 def block_scaled_linear_grad(
@@ -143,18 +130,8 @@ def block_scaled_linear_grad(
     >>> dx[0, 0].item(), dw[:, 0, 0].tolist(), db[:, 0].tolist()
     (32.0, [2.0, 3.0], [2.0, 3.0])
     """
-    dx, dw, db = OPS.block_scaled_linear_grad(
-        dy,
-        offs,
-        x_t,
-        scale_x_t,
-        w_t,
-        scale_w,
-        amax_epsilon,
-        power_of_two_scales,
-        bias_grad,
-        out_dtype,
-    )
+    operands, scaling = (x_t, scale_x_t, w_t, scale_w), (amax_epsilon, power_of_two_scales)
+    dx, dw, db = OPS.block_scaled_linear_grad(dy, offs, *operands, *scaling, bias_grad, out_dtype)
     return LinearGrad(
         None if w_t is None else dx, None if x_t is None else dw, db if bias_grad else None
     )

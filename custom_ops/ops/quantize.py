@@ -65,13 +65,9 @@ def requested(
     scale_t, which differs from op to op.
     """
     q, scale, q_t, scale_t, fifth_output = outputs
-    return (
-        q if rowwise else None,
-        scale if rowwise else None,
-        q_t if columnwise else None,
-        scale_t if columnwise else None,
-        fifth_output if fifth else None,
-    )
+    of_rows = (q, scale) if rowwise else (None, None)
+    of_columns = (q_t, scale_t) if columnwise else (None, None)
+    return *of_rows, *of_columns, fifth_output if fifth else None
 
 
 def group_quantize(
@@ -165,9 +161,8 @@ def group_quantize_current(
     >>> quantized.scale, quantized.q[:, 0].float()
     (tensor([1.0000, 0.0156]), tensor([448., 448.]))
     """
-    q, scale, q_t, grad = OPS.group_quantize_current(
-        x, offs, out_dtype, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
-    )
+    scaling, flags = (amax_epsilon, power_of_two_scales), (rowwise, columnwise, bias_grad)
+    q, scale, q_t, grad = OPS.group_quantize_current(x, offs, out_dtype, *scaling, *flags)
     return PerGroupQuantized(
         q if rowwise else None, scale, q_t if columnwise else None, grad if bias_grad else None
     )
@@ -277,11 +272,8 @@ def group_round_mx(
     tensor([96.0000,  3.2500], dtype=torch.bfloat16)
     """
     x_rowwise, x_columnwise, grad = OPS.group_round_mx(x, offs, rowwise, columnwise, bias_grad)
-    return MxRounded(
-        x_rowwise if rowwise else None,
-        x_columnwise if columnwise else None,
-        grad if bias_grad else None,
-    )
+    x_rowwise, x_columnwise = x_rowwise if rowwise else None, x_columnwise if columnwise else None
+    return MxRounded(x_rowwise, x_columnwise, grad if bias_grad else None)
 
 
 def group_dequantize(q: Tensor, scale: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -80,20 +80,5 @@ def watch_operand_(
     >>> stats[0, 0, :, 6]
     tensor([  0., 127.], dtype=torch.float64)
     """
-    OPS.watch_operand_(
-        stats,
-        turn,
-        operand,
-        x,
-        q,
-        scale,
-        offs,
-        rows,
-        q_rows,
-        gate_up,
-        weight,
-        scale_t,
-        routed,
-        most,
-        *activation.arguments,
-    )
+    of_rows = offs, rows, q_rows, gate_up, weight, scale_t, routed
+    OPS.watch_operand_(stats, turn, operand, x, q, scale, *of_rows, most, *activation.arguments)

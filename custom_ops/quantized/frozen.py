@@ -239,11 +239,8 @@ class KeepsFrozen(nn.Module):
             [E, N, K], or [E, K, N] where high precision is transposed; of a sharded weight a
             DTensor.
         """
-        own, frozen, weight = self._parameters[name], self._frozen[name], self.frozen_weight(name)
-        assert weight is not None
-        values, scale, _ = weight.each(local_part)
-        assert scale is not None
-        w = frozen.storage.dequantize(values, scale, dtype or frozen.dtype)
+        own, frozen = self._parameters[name], self._frozen[name]
+        w = frozen.storage.dequantize(*self._local_parts(name), dtype or frozen.dtype)
         return distributed_like(own, w.mT if self.is_transposed else w)
 
     @torch.no_grad()
@@ -252,10 +249,8 @@ class KeepsFrozen(nn.Module):
 
         Of the experts on this process, one after the other: a copy in float32 is of one.
         """
-        weight, dequantize = self.frozen_weight(name), self._frozen[name].storage.dequantize
-        assert weight is not None
-        values, scale, _ = weight.each(local_part)
-        assert scale is not None
+        (values, scale), frozen = self._local_parts(name), self._frozen[name]
+        dequantize = frozen.storage.dequantize
         squares = torch.zeros(2, dtype=torch.float64, device=values.device)
         for e, w_NK in enumerate(local_part(w.detach())):
             exact = w_NK.float()
@@ -290,6 +285,11 @@ class KeepsFrozen(nn.Module):
             self._parts(name), _as_bits(frozen, _quantized(w, frozen)), strict=True
         ):
             bits.copy_(new)
+
+    def _local_parts(self, name: str) -> Parts:
+        """Numbers and scales of the experts on this process."""
+        weight: Any = self.frozen_weight(name)
+        return local_part(weight.values), local_part(weight.scale)
 
     def _parts(self, name: str) -> tuple[Any, Any]:
         return self._parameters[name], self._parameters[name + SCALE]  # 1 us each by getattr

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
+from grouped_linear.meta_kernels.rules import arguments_of
 from grouped_linear.quantized.master_dispatch import handles, read_or_write
-from grouped_linear.quantized.operations import bound_arguments
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster, count_write
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ _LISTS = ("self", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_
 )
 def _fused_adam(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A step of each weight in one pass, where that has torch's bits; of the others as torch."""
-    arguments = bound_arguments(func, args, kwargs)
+    arguments = arguments_of(func, args, kwargs)
     lists = {name: arguments.pop(name) for name in _LISTS}
     options = {
         "decoupled_weight_decay": func.overloadpacket is aten._fused_adamw_,
@@ -83,24 +83,14 @@ def _fits(w: Any, tensors: list[Any], options: dict[str, Any]) -> bool:
 
 
 def _step(
-    w: GroupedTensorWithMaster, tensors: list[Any], lr: dict[str, Any], options: dict[str, Any]
+    w: GroupedTensorWithMaster, others: list[Any], lr: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step = tensors
+    grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step = others
     dense = grad.contiguous()
-    ops.adam_weight_(
-        _experts(w.q),
-        _experts(w.scale),
-        _experts(w.q_t),
-        _experts(w.master),
-        _experts(dense),
-        _experts(exp_avg),
-        _experts(exp_avg_sq),
-        _experts(max_exp_avg_sq),
-        _scalar(step),
-        **w.recipe.weight.scale_options,
-        **lr,
-        **options,
-    )
+    q, scale, q_t, master = map(_experts, (w.q, w.scale, w.q_t, w.master))
+    g, m, v, max_v = map(_experts, (dense, exp_avg, exp_avg_sq, max_exp_avg_sq))
+    options = {**w.recipe.weight.scale_options, **lr, **options}
+    ops.adam_weight_(q, scale, q_t, master, g, m, v, max_v, _scalar(step), **options)
     if dense is not grad and options["grad_scale"] is not None:
         grad.copy_(dense)
     count_write(w.parts)

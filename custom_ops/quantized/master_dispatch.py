@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from grouped_linear.meta_kernels.rules import ACTIVATIONS
-from grouped_linear.quantized.operations import bound_arguments, views_of
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, arguments_of
+from grouped_linear.quantized.operations import views_of
 from grouped_linear.quantized.with_master import HANDLERS, GroupedTensorWithMaster, Handler
 from grouped_linear.recipes import stores
 
@@ -116,7 +116,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _writes_unsaid(func):
         # NCCL returns a null work for an operation that is not asynchronous, where gloo returns
         # one. A null cannot be waited for, so the operation is always asynchronous here.
-        bound = bound_arguments(func, args, kwargs)
+        bound = arguments_of(func, args, kwargs)
         bound |= {name: True for name in bound if name in ("async_op", "asyncOp")}
         out = func(*bound.values())
         (out[-1] if isinstance(out, (tuple, list)) else out).wait()
@@ -130,7 +130,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors of this class that an operation writes, each once."""
-    given = bound_arguments(func, args, kwargs)
+    given = arguments_of(func, args, kwargs)
     if not _writes_unsaid(func):
         infos = ((a.name, a.alias_info) for a in func._schema.arguments)
         given = {name: given[name] for name, info in infos if info and info.is_write}

@@ -1,20 +1,10 @@
-"""Questions about torch's operations, for the tensors that handle them below autograd."""
+"""Views by tensors that handle torch's operations below autograd."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def bound_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, with the schema's defaults."""
-    arguments = enumerate(func._schema.arguments)
-    return {
-        a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
-        for i, a in arguments
-    }
 
 
 @contextmanager
