@@ -1,4 +1,4 @@
-"""What the README and docs/ show runs, and the table of ops is what is registered."""
+"""What the README and docs/ show runs, and links lead somewhere."""
 
 import inspect
 import re
@@ -22,7 +22,6 @@ README = (ROOT / "README.md").read_text()
 LOSSES = timing.RESULTS / "convergence_nvidia_h200.csv"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WITH_EXAMPLES = [page for page in PAGES if examples(page.read_text())]
-KEYS = {"fake": "Meta", "CPU": "CPU", "gradient": "Autograd"}
 
 
 SNIPPETS = dict(zip(("layer", "convert", "adapters"), examples(README), strict=True))
@@ -110,48 +109,17 @@ def test_blocks_are_not_cut_on_the_site(page: Path) -> None:
     assert not [line for kind, line in lines if len(line) > (96 if kind == "text" else 88)]
 
 
-def _table() -> dict[str, dict[str, bool]]:
-    """Op -> column -> yes, as docs/ops.md has it."""
-    lines = iter((ROOT / "docs" / "ops.md").read_text().splitlines())
-    head = next(line for line in lines if line.startswith("| op |"))
-    columns = [cell.strip() for cell in head.strip("|").split("|")]
-    next(lines)
-    table = {}
-    for line in lines:
-        if not line.startswith("|"):
-            break
-        op, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        assert set(cells) <= {"yes", "-"}
-        table[op.strip("`")] = {
-            column: cell == "yes" for column, cell in zip(columns[1:], cells, strict=True)
-        }
-    return table
-
-
-def _has_cuda_kernel() -> set[str]:
-    """The ops that csrc/library.cpp gives a kernel of each backend.
-
-    The dispatcher cannot tell: a build without CUDA registers kernels that raise an error.
-    """
-    registered = (ROOT / "csrc" / "library.cpp").read_text()
-    return set(re.findall(r"^  OP\((\w+)\)", registered, re.MULTILINE))
-
-
-def test_table_lists_every_op() -> None:
-    names = torch._C._dispatch_get_all_op_names()
-    ops = {name.removeprefix("grouped_linear::") for name in names if "grouped_linear::" in name}
-    assert set(_table()) == ops
-
-
-@pytest.mark.parametrize("column", KEYS)
-def test_table_is_what_is_registered(column: str) -> None:
-    stated = {op for op, cells in _table().items() if cells[column]}
+def test_ops_with_a_gradient_are_those_that_the_page_names() -> None:
+    names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert stated == {op for op in _table() if has_kernel(f"grouped_linear::{op}", KEYS[column])}
-
-
-def test_table_is_what_has_a_cuda_kernel() -> None:
-    assert {op for op, cells in _table().items() if cells["CUDA"]} == _has_cuda_kernel()
+    differentiable = {
+        op
+        for namespace, op in names
+        if namespace == "grouped_linear" and has_kernel(f"{namespace}::{op}", "Autograd")
+    }
+    said = re.search(r"\*\*Gradients.\*\* (.*?) have one", (ROOT / "docs" / "ops.md").read_text())
+    assert said is not None
+    assert set(re.findall(r"`(\w+)`", said[1])) == differentiable
 
 
 def test_files_to_read_first_exist() -> None:
