@@ -31,10 +31,8 @@ class MLPConfig(NamedTuple):
     """The activation between the two layers, and how its input is saved."""
 
     activation: Activation
-    save_in_fp8: bool
-    """Keep gate_up for the backward in e4m3, in 1x128 blocks."""
-    recompute: bool = False
-    """Keep no gate_up: the backward computes it again."""
+    save_in_fp8: bool  # keep gate_up for the backward in e4m3, in 1x128 blocks
+    recompute: bool = False  # keep no gate_up: the backward computes it again
 
     def save(
         self, gate_up_RG: Tensor | None, offs_E: Tensor

@@ -39,17 +39,13 @@ def _below_autograd() -> AbstractContextManager[None]:
 class Gemm(NamedTuple):
     """fprop or dgrad, not computed yet: a fused kernel may compute it with what follows."""
 
-    operands: Operands
-    """The left operand a; the GEMM reads its rowwise fields, and may gather its rows."""
-    weight: Operands
-    """The right operand w: fprop reads its rowwise fields, dgrad its columnwise ones, [E, N, K]."""
+    operands: Operands  # the left operand a, rowwise; the GEMM may gather its rows
+    weight: Operands  # the right operand w, [E, N, K]: rowwise for fprop, columnwise for dgrad
     offs_E: Tensor
     dtype: torch.dtype
     bias_EN: Tensor | None = None
-    is_fprop: bool = False
-    """Whether it is ``a[t] @ w[e].T + bias[e]``; dgrad is ``a[t] @ w[e]``."""
-    low_rank: LowRankTerm | None = None
-    """A product of low rank that is added."""
+    is_fprop: bool = False  # whether it is ``a[t] @ w[e].T + bias[e]``; dgrad is ``a[t] @ w[e]``
+    low_rank: LowRankTerm | None = None  # a product that is added
 
     @property
     def b(self) -> Any:

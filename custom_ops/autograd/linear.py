@@ -22,16 +22,11 @@ class LinearCall(NamedTuple):
     """A call of a linear layer, with the tensors that autograd need not know."""
 
     projection: Projection
-    grad_enabled: bool
-    """Whether a backward may follow: ctx.needs_input_grad stays true under no_grad."""
-    m_splits_E: Tensor | None
-    """The rows of each group, for a forward in one op; see :func:`takes_one_op`."""
-    offs_E: Tensor | None
-    """The group ends, for any other."""
-    save_input: bool = False
-    """Save x itself for the backward, and quantize it for wgrad there."""
-    defer_wgrad: Callable[[Wgrad], None] | None = None
-    """Called with the weight gradient, which the backward then does not compute."""
+    grad_enabled: bool  # whether a backward may follow: needs_input_grad is true under no_grad
+    m_splits_E: Tensor | None  # the rows of each group, for a forward in one op: takes_one_op
+    offs_E: Tensor | None  # the group ends, for any other
+    save_input: bool = False  # save x itself for the backward, and quantize it for wgrad there
+    defer_wgrad: Callable[[Wgrad], None] | None = None  # takes wgrad, which no backward computes
 
 
 def takes_one_op(projection: Projection, save_input: bool) -> bool:

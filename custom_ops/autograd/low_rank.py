@@ -39,10 +39,8 @@ class Adapter(NamedTuple):
     a_ErK: Tensor
     b_ENr: Tensor
     scaling: float
-    mask: Tensor | None
-    """Dropout's factors of the adapter's input; None without dropout."""
-    dropout: float
-    """The probability by which a call draws the mask."""
+    mask: Tensor | None  # dropout's factors of the adapter's input; None without dropout
+    dropout: float  # the probability by which a call draws the mask
 
     def input(self, x: Tensor) -> Tensor:
         """x after dropout, which A multiplies."""

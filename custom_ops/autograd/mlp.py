@@ -31,12 +31,9 @@ class Arriving(NamedTuple):
     T are then the tokens of this process outside of the layer, and those that come inside of it.
     """
 
-    transport: Any
-    """A :class:`grouped_linear.parallel.exchange.Transport`."""
-    sent: Any
-    """What its ``start_dispatch(x)`` returned."""
-    weight_SC: Tensor
-    """The weights that came with S tokens, in float32; zero for a choice without a row."""
+    transport: Any  # a Transport of grouped_linear.parallel.exchange
+    sent: Any  # what its ``start_dispatch(x)`` returned
+    weight_SC: Tensor  # float32, of S tokens that came; zero for a choice without a row
 
 
 class MLPCall(NamedTuple):
@@ -46,18 +43,15 @@ class MLPCall(NamedTuple):
     down: Projection
     config: MLPConfig
     rows: ChosenRows | SortedRows
-    grad_enabled: bool
-    """Whether a backward may follow: ctx.needs_input_grad stays true under no_grad."""
-    arriving: Arriving | None = None
-    """The tokens, where experts are on several processes."""
+    grad_enabled: bool  # whether a backward may follow: needs_input_grad is true under no_grad
+    arriving: Arriving | None = None  # the tokens, where experts are on several processes
 
 
 class _Needs(NamedTuple):
     """Which gradients are needed."""
 
     x: bool
-    weights: bool
-    """Those of the routing."""
+    weights: bool  # those of the routing
     gate_up: Parameters
     down: Parameters
 
@@ -79,14 +73,9 @@ class _Needs(NamedTuple):
         return cls(x, weights, *both)
 
     @property
-    def d_gate_up(self) -> bool:
-        """Whether the gradient of the activation's input is needed."""
-        return self.x or any(self.gate_up)
-
-    @property
     def dh(self) -> bool:
         """Whether dgrad of the second layer is needed."""
-        return self.d_gate_up or self.weights
+        return self.x or any(self.gate_up) or self.weights
 
     @property
     def activation(self) -> bool:
@@ -100,20 +89,16 @@ NOTHING = _Needs(False, False, *(Parameters(False, False, False, False),) * 2)
 class Saved(NamedTuple):
     """The tensors that the forward saves. Any stands for None where no gradient needs one."""
 
-    weight_TC: Any
-    """The weights of the routing."""
+    weight_TC: Any  # the weights of the routing
     x_TH: Any
-    gate_up_RG: Any
-    """In FP8 if the layer saves it so."""
+    gate_up_RG: Any  # in FP8 if the layer saves it so
     gate_up_scale: Tensor | None
     down_bias_EH: Tensor | None
-    gate_up_again: tuple[Any, Any, Any]
-    """From :meth:`Projection.keep_for_fprop`, where gate_up is computed again."""
+    gate_up_again: tuple[Any, Any, Any]  # from keep_for_fprop, where gate_up is computed again
     gate_up: Kept
     down: Kept
     rows: ChosenRows | SortedRows
-    transport: Any
-    """Of the call's tokens; None where they stay."""
+    transport: Any  # of the call's tokens; None where they stay
 
     @staticmethod
     def save(

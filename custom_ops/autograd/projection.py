@@ -40,14 +40,12 @@ class Parameters(NamedTuple):
 class Kept(NamedTuple):
     """The tensors of a projection that its backward reads; None where no gradient needs one."""
 
-    weight: Any
-    """Columnwise, as :meth:`Projection.weight` gives it: a tensor, or E of [N, K]."""
+    weight: Any  # columnwise, as Projection.weight gives it: a tensor, or E of [N, K]
     weight_scale: Tensor | None
     a_ErK: Tensor | None
     b_ENr: Tensor | None
     mask: Tensor | None
-    h_Tr: Any
-    """A's product with the input."""
+    h_Tr: Any  # A's product with the input
 
 
 class Projection(NamedTuple):
@@ -58,14 +56,12 @@ class Projection(NamedTuple):
     """
 
     weights: WeightList
-    """One [E, N, K], or E of [N, K], which have no adapter. They are quantized or multiplied; under
-    autocast they are copies of the parameters."""
+    """One [E, N, K], or E of [N, K], which have no adapter; copies of parameters under autocast."""
     bias_EN: Tensor | None
     recipe: Recipe
     """Its formats have the state of delayed scaling, and count where the layer is watched."""
     stored: QuantizedWeight | None = None
-    """The quantized weight to read in place of quantizing the parameter: a layer's cache, or the
-    parameter itself."""
+    """The quantized weight to read in place of the parameter: a layer's cache, or its own parts."""
     main_grad: MainGrad | None = None
     adapter: Adapter | None = None
     refresh: Tensor | bool = False

@@ -54,8 +54,7 @@ class ChosenRows(NamedTuple):
     token: Tensor
     row: Tensor
     offs: Tensor
-    routed: Tensor | None = None
-    """[E] int32 group ends before rows were dropped; None where none were."""
+    routed: Tensor | None = None  # [E] int32 group ends before rows were dropped, where some were
 
     def tokens(self, x: Tensor, *, again: bool = False) -> Tensor:
         """Each row's token; see :meth:`grouped_linear.ops.SortedByExpert.tokens`."""
@@ -106,8 +105,7 @@ class SortedRows(NamedTuple):
     Its methods are those of :class:`ChosenRows`, with R rows for tokens, and one choice for each.
     """
 
-    offs: Tensor
-    """[E] int32."""
+    offs: Tensor  # [E] int32
 
     @property
     def token(self) -> None:

@@ -16,12 +16,9 @@ from grouped_linear.recipes import WeightList, is_transposed
 class MainGrad(NamedTuple):
     """The tensors to which weight gradients are added instead of being returned."""
 
-    tensors: WeightList
-    """One [E, N, K], or E of [N, K], as the weight is."""
-    overwrite: Tensor | bool = False
-    """Whether they are overwritten instead; a tensor is read on the device."""
-    returns_zeros: bool = False
-    """Whether zeros are returned as gradients, too, for code that waits for a gradient."""
+    tensors: WeightList  # one [E, N, K], or E of [N, K], as the weight is
+    overwrite: Tensor | bool = False  # whether they are overwritten; the device reads a tensor
+    returns_zeros: bool = False  # also as gradients, for code that waits for one
 
 
 def edges_of(arguments: Sequence[Any], places: Iterable[int]) -> list[int]:
@@ -57,18 +54,15 @@ def needs_grad_now(ctx: Any, needed: Sequence[bool], edges: Sequence[int]) -> Se
 class Wgrad(NamedTuple):
     """The gradient of a weight, not computed yet: ``dy.T @ x`` over each group's rows."""
 
-    weights: WeightList
-    """Whose shape, dtype and layout the gradient has; their values are not read."""
+    weights: WeightList  # give the gradient's shape, dtype and layout; their values are not read
     main_grad: MainGrad | None
     dy: Tensor
     x: Tensor
     dy_scale: Tensor | None
     x_scale: Tensor | None
     offs: Tensor
-    dy_rows: Tensor | None = None
-    """dy[dy_rows[t]] takes the place of dy[t]; None where no row is gathered."""
-    x_rows: Tensor | None = None
-    """x[x_rows[t]] takes the place of x[t]. At most one of dy_rows and x_rows is given."""
+    dy_rows: Tensor | None = None  # dy[dy_rows[t]] takes the place of dy[t]
+    x_rows: Tensor | None = None  # x[x_rows[t]] that of x[t]; at most one of the two is given
 
     def compute(self) -> tuple[Tensor | None, ...]:
         """The gradient of each weight, or None where it went into main_grad."""

@@ -122,26 +122,22 @@ def kept_weights(modules: Mapping[nn.Module, Recipe | None]) -> tuple[KeptWeight
 
     Each module has the recipe by which its weights are quantized in a call.
     """
-    weights = {
-        id(p): (p, _kind_of(module, name, p), _option_for(module, p, recipe))
-        for module, recipe in modules.items()
-        for name, p in module.named_parameters()
-        if p.dim() == 3 and not name.endswith(SCALE)
-    }
-    scales = {
-        id(getattr(module, name.removesuffix(SCALE))): local_part(p).nbytes
-        for module in modules
-        for name, p in module.named_parameters()
-        if name.endswith(SCALE)
-    }
-    alike: dict[tuple[str, torch.dtype, Weights], list[tuple[Tensor, int]]] = {}
-    for p, kind, option in weights.values():
-        w = local_part(p)
-        with_scales = w, w.nbytes + scales.get(id(p), 0)
-        alike.setdefault((kind, w.dtype, option), []).append(with_scales)
+    sizes: dict[tuple[str, torch.dtype, Weights], list[int]] = {}  # bytes with scales, and numbers
+    counted: set[int] = set()  # tied ones count once
+    for module, recipe in modules.items():
+        parameters = dict(module.named_parameters())
+        for name, p in parameters.items():
+            if p.dim() != 3 or name.endswith(SCALE) or id(p) in counted:
+                continue
+            counted.add(id(p))
+            w, scale = local_part(p), local_part(parameters.get(name + SCALE))
+            key = _kind_of(module, name, p), w.dtype, _option_for(module, p, recipe)
+            of_kind = sizes.setdefault(key, [0, 0])
+            of_kind[0] += w.nbytes + (0 if scale is None else scale.nbytes)
+            of_kind[1] += w.numel()
     kept = []
-    for (kind, dtype, option), same in alike.items():
-        note, numbers = "", sum(w.numel() for w, _ in same)
+    for (kind, dtype, option), (nbytes, numbers) in sizes.items():
+        note = ""
         if option == "both":
             more = _size(2 * numbers)
             note = f'quantized by each call; weights="both": FP8 as well, {more} more'
@@ -149,7 +145,7 @@ def kept_weights(modules: Mapping[nn.Module, Recipe | None]) -> tuple[KeptWeight
             note = 'frozen, quantized by each call; weights="fp8" quantizes them once'
         if kind != dtype_name(dtype) and dtype.itemsize > 1:
             note = f"{_size(numbers * dtype.itemsize)} as {dtype_name(dtype)}"
-        kept.append(KeptWeights(kind, sum(nbytes for _, nbytes in same), note))
+        kept.append(KeptWeights(kind, nbytes, note))
     return tuple(sorted(kept, key=lambda one: -one.nbytes))
 
 

@@ -26,19 +26,13 @@ class Experts:
 
     module: Any
     library: Literal["grouped_linear", "transformers", "torchtitan"]
-    form: str
-    """How it holds them, for :attr:`ConvertedExperts.form`."""
-    weights: tuple[str, ...]
-    """The names of its weights [E, N, K], in the order of their GEMMs."""
-    num_experts: int
-    """On this process; of torchtitan's and with another dispatcher those of the shard, if any."""
-    input: str
-    """The name of the tokens or rows among the arguments of its forward."""
-    computed_here: bool
-    """Whether this package computes them: ``convert`` has converted them, or they are a layer."""
+    form: str  # how it holds them, for ConvertedExperts.form
+    weights: tuple[str, ...]  # the names of its weights [E, N, K], in the order of their GEMMs
+    num_experts: int  # on this process; of torchtitan's and another dispatcher's of the shard
+    input: str  # the name of the tokens or rows among the arguments of its forward
+    computed_here: bool  # whether this package computes them: a layer, or converted experts
     recipe: Recipe | None
-    compute_by: Callable[[Recipe | None], None]
-    """Have the module computed by another recipe: a copy, whose weights are in high precision."""
+    compute_by: Callable[[Recipe | None], None]  # of a copy in high precision: by another recipe
 
 
 def experts_of(module: nn.Module) -> Experts | None:

@@ -44,14 +44,10 @@ class GroupedForm:
     """How a module holds its experts and how it is called."""
 
     name: str
-    weights: tuple[str, ...]
-    """gate, up and down, or gate_up and down."""
-    inputs: tuple[str, str]
-    """The names of its forward's arguments: the sorted rows, the rows of each expert."""
-    biases: tuple[str, ...] = ()
-    """Of gate_up and of down."""
-    gpt_oss: bool = False
-    """Whether the activation is GPT-OSS's, with a limit that is the attribute swiglu_limit."""
+    weights: tuple[str, ...]  # gate, up and down, or gate_up and down
+    inputs: tuple[str, str]  # its forward's arguments: the sorted rows, the rows of each expert
+    biases: tuple[str, ...] = ()  # of gate_up and of down
+    gpt_oss: bool = False  # whether the activation is GPT-OSS's, with the limit swiglu_limit
 
     @property
     def gate_up_is_one(self) -> bool:

@@ -230,8 +230,7 @@ class _Columns(nn.Module):
     A module, because torch.compile takes its buffers for memory that stays, as CUDA graphs need it.
     """
 
-    column: Tensor
-    """Where the next call begins: a tensor, so that no graph depends on its value."""
+    column: Tensor  # where the next call begins: a tensor, so that no graph depends on its value
 
     def __init__(self, op: str, router: Router, shape: tuple[int, int]) -> None:
         super().__init__()

@@ -119,19 +119,15 @@ def grouped_mlp(
     >>> grouped_mlp(x, *scores.topk(2), gate_up_proj, down_proj).shape
     torch.Size([5, 16])
     """
-    config = config_of("grouped_mlp", activation, save_gate_up_in_fp8, recompute_gate_up)
-    recipes = _recipes_of("grouped_mlp", recipe, state)
-    gate_up = adapter_of("grouped_mlp", "gate_up_lora", gate_up_lora)
-    down = adapter_of("grouped_mlp", "down_lora", down_lora)
-    return apply_mlp(
-        x,
-        top_k_weights,
-        top_k_index,
-        Projection((gate_up_proj,), gate_up_proj_bias, recipes[0], adapter=gate_up),
-        Projection((down_proj,), down_proj_bias, recipes[1], adapter=down),
-        config,
-        max_rows=max_rows,
-    )
+    op = "grouped_mlp"
+    config = config_of(op, activation, save_gate_up_in_fp8, recompute_gate_up)
+    gate_up_recipe, down_recipe = _recipes_of(op, recipe, state)
+    adapter = adapter_of(op, "gate_up_lora", gate_up_lora)
+    gate_up = Projection((gate_up_proj,), gate_up_proj_bias, gate_up_recipe, adapter=adapter)
+    adapter = adapter_of(op, "down_lora", down_lora)
+    down = Projection((down_proj,), down_proj_bias, down_recipe, adapter=adapter)
+    given = x, top_k_weights, top_k_index, gate_up, down, config
+    return apply_mlp(*given, max_rows=max_rows)
 
 
 def grouped_mlp_sorted(
@@ -181,18 +177,14 @@ def grouped_mlp_sorted(
     >>> grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj).shape
     torch.Size([10, 16])
     """
-    config = config_of("grouped_mlp_sorted", activation, save_gate_up_in_fp8, recompute_gate_up)
-    recipes = _recipes_of("grouped_mlp_sorted", recipe, state)
-    gate_up = adapter_of("grouped_mlp_sorted", "gate_up_lora", gate_up_lora)
-    down = adapter_of("grouped_mlp_sorted", "down_lora", down_lora)
-    return apply_mlp_sorted(
-        x,
-        m_splits,
-        row_weights,
-        Projection((gate_up_proj,), gate_up_proj_bias, recipes[0], adapter=gate_up),
-        Projection((down_proj,), down_proj_bias, recipes[1], adapter=down),
-        config,
-    )
+    op = "grouped_mlp_sorted"
+    config = config_of(op, activation, save_gate_up_in_fp8, recompute_gate_up)
+    gate_up_recipe, down_recipe = _recipes_of(op, recipe, state)
+    adapter = adapter_of(op, "gate_up_lora", gate_up_lora)
+    gate_up = Projection((gate_up_proj,), gate_up_proj_bias, gate_up_recipe, adapter=adapter)
+    adapter = adapter_of(op, "down_lora", down_lora)
+    down = Projection((down_proj,), down_proj_bias, down_recipe, adapter=adapter)
+    return apply_mlp_sorted(x, m_splits, row_weights, gate_up, down, config)
 
 
 def config_of(

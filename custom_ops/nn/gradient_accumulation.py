@@ -32,15 +32,14 @@ def read_flag(
         )
     if isinstance(first, bool):
         return first
-    if not isinstance(first, Tensor):
+    is_tensor = isinstance(first, Tensor)
+    if not is_tensor or first.dim() or first.dtype != torch.bool or first.device != x.device:
+        got = repr(first)
+        if is_tensor:
+            got = f"{first.dim()}-D {dtype_name(first.dtype)} on {first.device}"
         raise RuntimeError(
             f"{layer}: is_first_microbatch must be None, a bool or a 0-D bool tensor on "
-            f"{x.device}, got {first!r}"
-        )
-    if first.dim() != 0 or first.dtype != torch.bool or first.device != x.device:
-        raise RuntimeError(
-            f"{layer}: is_first_microbatch must be None, a bool or a 0-D bool tensor on "
-            f"{x.device}, got {first.dim()}-D {dtype_name(first.dtype)} on {first.device}"
+            f"{x.device}, got {got}"
         )
     # The caller may refill it for the next micro-batch before this one's backward reads it.
     return first.clone()

@@ -85,15 +85,10 @@ class GroupedLayer(KeepsFrozen):
         first: Tensor | bool | None,
         number: int = 0,
     ) -> Projection:
-        """The projection of a weight in one call.
+        """The projection of the weight ``name`` in one call; errors begin with the name ``owner``.
 
-        Args:
-            owner: the name that errors begin with.
-            name: of the weight among the layer's attributes.
-            weights: its parameters by name, one or one for each expert.
-            bias: [E, N].
-            first: ``is_first_microbatch`` as :func:`read_flag` returns it.
-            number: of the weight among the layer's.
+        ``weights`` are its parameters by name, one or one for each expert; ``first`` is from
+        :func:`read_flag`; ``number`` is the weight's among those of the layer.
         """
         tensors, frozen = tuple(weights.values()), self.frozen_weight(name)
         state, cache = getattr(self, f"{name}_state"), getattr(self, f"{name}_cache")

@@ -27,24 +27,16 @@ class Group(NamedTuple):
     """The processes that exchange rows: a process group by its name, which graphs can hold."""
 
     name: str
-    size: int
-    """D."""
-    rank: int
-    """Of this process in the group."""
+    size: int  # D
+    rank: int  # of this process in the group
 
 
 class Exchange(NamedTuple):
     """Which rows go where, with as many slots for each process."""
 
-    slot: Tensor
-    """[T, D], for each token the slot of its row among those that come back from each process.
-
-    Where a process does not get the token, an empty slot, whose row is zero.
-    """
-    token: Tensor | None = None
-    """[S], the token in each slot that is sent; None where every token goes to every process."""
-    empty: Tensor | None = None
-    """[S] bool, whether a slot that is sent has no token; its `token` is any."""
+    slot: Tensor  # [T, D], where a token's row comes back from each process; else an empty slot
+    token: Tensor | None = None  # [S], the token in each slot; None: every process gets them all
+    empty: Tensor | None = None  # [S] bool, whether a slot has no token; its `token` is any
 
     def send(self, rows: Tensor, group: Group, empty: int | None = None) -> Tensor:
         """Start to send rows [T, I]; wait before the result [S, I] is read.
@@ -71,16 +63,11 @@ class Exchange(NamedTuple):
 class VariableExchange(NamedTuple):
     """Which rows go where, without empty slots between others."""
 
-    slot: Tensor
-    """[T, D], as in :class:`Exchange`; N, where a row is zero, for an empty one."""
-    token: Tensor
-    """[N], the token in each slot that may be sent, sorted by process."""
-    sent: Tensor
-    """[D] int64, how many of them go to each process."""
-    came: Tensor
-    """[D] int64, how many came from each."""
-    empty: Tensor
-    """[S] bool, whether nothing came in a slot."""
+    slot: Tensor  # [T, D], as in Exchange; N for an empty slot, whose row is zero
+    token: Tensor  # [N], the token in each slot that may be sent, sorted by process
+    sent: Tensor  # [D] int64, how many of them go to each process
+    came: Tensor  # [D] int64, how many came from each
+    empty: Tensor  # [S] bool, whether nothing came in a slot
 
     def send(self, rows: Tensor, group: Group, empty: int | None = None) -> Tensor:
         """Send rows [T, I], and return [S, I]. An empty slot has the number `empty`, or zero."""
@@ -124,12 +111,9 @@ def _one_group(rows: Tensor) -> Tensor:
 class InFlight(NamedTuple):
     """Rows on their way to the processes that hold their experts."""
 
-    rows: Tensor
-    """[S, H], or their bytes in e4m3; wait before they are read."""
-    beside: Tensor | None
-    """[S, n + I] int32 on their way: scales in FP8, and numbers; None where there are none."""
-    scales: Tensor | None = None
-    """[S, n] float32, once they came."""
+    rows: Tensor  # [S, H], or their bytes in e4m3; wait before they are read
+    beside: Tensor | None  # [S, n + I] int32 on their way: scales in FP8, then numbers
+    scales: Tensor | None = None  # [S, n] float32, once they came
 
 
 class Transport(NamedTuple):
@@ -139,10 +123,8 @@ class Transport(NamedTuple):
     """
 
     group: Group
-    fp8: bool
-    """Whether rows go in FP8. They come back in 16 bits."""
-    exchange: Exchange | VariableExchange | None
-    """None in a Function's context, which saves the tensors."""
+    fp8: bool  # whether rows go in FP8; they come back in 16 bits
+    exchange: Exchange | VariableExchange | None  # None in a Function's context, which saves it
 
     @property
     def tensors(self) -> tuple[Any, ...]:

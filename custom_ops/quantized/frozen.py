@@ -54,18 +54,13 @@ def dequantize_blocks(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 class Storage(NamedTuple):
     """How a frozen weight lies in memory, and as which dtypes it is read."""
 
-    bits: torch.dtype
-    """Of the parameter."""
-    values: torch.dtype
-    """Of the numbers in these bits."""
+    bits: torch.dtype  # of the parameter
+    values: torch.dtype  # of the numbers in these bits
     scale_bits: torch.dtype
     scale: torch.dtype
-    block: tuple[int, int]
-    """How many entries [N, K] of the parameter share a scale."""
-    per_entry: int
-    """How many numbers of a row an entry holds."""
-    quantize: Callable[[Tensor, Recipe | None], Parts]
-    """Numbers and scales of a weight [E, N, K] in high precision."""
+    block: tuple[int, int]  # how many entries [N, K] of the parameter share a scale
+    per_entry: int  # how many numbers of a row an entry holds
+    quantize: Callable[[Tensor, Recipe | None], Parts]  # a weight [E, N, K] in high precision
     dequantize: Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 
@@ -97,12 +92,9 @@ STORAGES = {
 class Frozen(NamedTuple):
     """How one weight of a module is frozen."""
 
-    weights: str
-    """The key of its :class:`Storage`."""
-    recipe: Recipe | None
-    """By which high precision is quantized that is loaded; MXFP4 has no options."""
-    dtype: torch.dtype
-    """Of the high-precision weight, and of what it is dequantized to."""
+    weights: str  # the key of its Storage
+    recipe: Recipe | None  # quantizes high precision that is loaded; MXFP4 has no options
+    dtype: torch.dtype  # of the high-precision weight, and of what it is dequantized to
 
     @property
     def storage(self) -> Storage:

@@ -91,8 +91,7 @@ class Rounded:
 
     rounds_to: Format
     except_experts: tuple[int, ...] = ()
-    of_both: Format = field(init=False, compare=False, repr=False)
-    """The same with wgrad's operand quantized, too."""
+    of_both: Format = field(init=False, compare=False, repr=False)  # with wgrad's operand, too
 
     def __post_init__(self) -> None:
         # Not in a call: Dynamo of torch 2.11 makes no frozen dataclass.

@@ -20,10 +20,8 @@ class WatchedOperand(NamedTuple):
     An operand is measured when it is made, so that none lives longer.
     """
 
-    counts: Any
-    """The layer's numbers, see :class:`grouped_linear.nn.watched.WatchedLayer`."""
-    number: int
-    """The projection's number in the layer."""
+    counts: Any  # the layer's numbers, see grouped_linear.nn.watched
+    number: int  # the projection's number in the layer
     is_gradient: bool = False
 
     def rows(

@@ -29,10 +29,8 @@ class Deferred(NamedTuple):
 
     wgrad: Wgrad
     parameters: WeightList
-    captured: bool
-    """Whether a CUDA graph fills the operands each time it is replayed."""
-    versions: tuple[int, int] | None
-    """Of dy and x; None where a graph writes them."""
+    captured: bool  # whether a CUDA graph fills the operands each time it is replayed
+    versions: tuple[int, int] | None  # of dy and x; None where a graph writes them
 
     def compute(self) -> tuple[Tensor | None, ...]:
         """The gradient of each weight, or None where it went into main_grad."""
