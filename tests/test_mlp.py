@@ -27,7 +27,7 @@ from grouped_linear import (
     update_scales,
 )
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
-from grouped_linear.recipes import recipe_of_wgrad
+from grouped_linear.recipes.quantize import recipe_of_wgrad
 from support import reference
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits

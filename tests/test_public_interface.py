@@ -18,6 +18,7 @@ from grouped_linear import (
     GroupedMLP,
     Recipe,
     parallel,
+    recipes,
     te,
 )
 from support.recipes import RECIPES
@@ -67,6 +68,16 @@ te
 update_scales
 watch""",
     )
+
+
+def test_names_of_recipes() -> None:
+    """Those that a custom format or a state needs, besides recipes."""
+    assert set(recipes.__all__) - set(grouped_linear.__all__) == {
+        "DelayedScalingState",
+        "Layouts",
+        "OperandState",
+        "Operands",
+    }
 
 
 def test_dir_shows_what_a_user_calls() -> None:

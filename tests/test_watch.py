@@ -33,7 +33,7 @@ from grouped_linear.debugging import Statistics
 from grouped_linear.meta_kernels.watch import COLUMNS
 from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.parallel import ExpertParallel
-from grouped_linear.recipes import ROLES
+from grouped_linear.recipes.recipe import ROLES
 from support import reference
 from support.compare import assert_all_same_bits
 from support.devices import devices, needs_gpu

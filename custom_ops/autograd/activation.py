@@ -13,10 +13,10 @@ from grouped_linear import ops
 from grouped_linear.autograd.gemm import Gemm
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.ops.activation import Activation
-from grouped_linear.recipes import (
-    Format,
+from grouped_linear.recipes import Format, Operands
+from grouped_linear.recipes.format import ROWWISE, call_without_writes
+from grouped_linear.recipes.quantize import (
     GradFormats,
-    Operands,
     SwigluGradOf,
     SwigluGradOperands,
     SwigluOf,
@@ -24,7 +24,6 @@ from grouped_linear.recipes import (
     quantize_grads,
     quantize_swiglu_grad,
 )
-from grouped_linear.recipes.format import ROWWISE, call_without_writes
 
 
 class MLPConfig(NamedTuple):

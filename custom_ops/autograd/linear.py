@@ -14,8 +14,10 @@ from grouped_linear.autograd.once_differentiable import strictly_once_differenti
 from grouped_linear.autograd.projection import Kept, Parameters, Projection
 from grouped_linear.autograd.saved import saved_tensors, scales_of
 from grouped_linear.autograd.wgrad import Wgrad, edges_of, needs_grad_now
-from grouped_linear.recipes import Layouts, Operands, Recipe, is_transposed, quantize
+from grouped_linear.recipes import Layouts, Operands, Recipe
 from grouped_linear.recipes.format import BOTH, COLUMNWISE_AGAIN, ROWWISE
+from grouped_linear.recipes.quantize import quantize
+from grouped_linear.recipes.weight import is_transposed
 
 
 class LinearCall(NamedTuple):

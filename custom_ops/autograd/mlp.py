@@ -21,8 +21,9 @@ from grouped_linear.autograd.projection import Kept, Parameters, Projection
 from grouped_linear.autograd.routing import ChosenRows, SortedRows, rows_of
 from grouped_linear.autograd.saved import saved_tensors, scales_of
 from grouped_linear.autograd.wgrad import edges_of, needs_grad_now
-from grouped_linear.recipes import GradFormats, Layouts, quantize
+from grouped_linear.recipes import Layouts
 from grouped_linear.recipes.format import COLUMNWISE_AGAIN, ROWWISE
+from grouped_linear.recipes.quantize import GradFormats, quantize
 
 
 class Arriving(NamedTuple):

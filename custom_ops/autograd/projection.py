@@ -12,20 +12,21 @@ from grouped_linear import ops
 from grouped_linear.autograd.gemm import Gemm, LowRankTerm
 from grouped_linear.autograd.low_rank import Adapter
 from grouped_linear.autograd.wgrad import MainGrad, Wgrad
-from grouped_linear.recipes import (
-    Layouts,
-    Operands,
-    QuantizedWeight,
-    Recipe,
-    Source,
+from grouped_linear.recipes import Layouts, Operands, Recipe
+from grouped_linear.recipes.format import (
+    BOTH,
+    ROWWISE,
+    ROWWISE_AGAIN,
     WeightList,
-    quantize,
+    with_shared_scale,
+)
+from grouped_linear.recipes.quantize import Source, quantize, recipe_of_wgrad
+from grouped_linear.recipes.weight import (
+    QuantizedWeight,
     quantize_weight,
-    recipe_of_wgrad,
     refresh_weight_,
     weight_for_dgrad,
 )
-from grouped_linear.recipes.format import BOTH, ROWWISE, ROWWISE_AGAIN, with_shared_scale
 
 
 class Parameters(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
-from grouped_linear.recipes import Gathered
+from grouped_linear.recipes.quantize import Gathered
 
 
 def sum_of_rows(y_RH: Tensor, row_TC: Tensor, weight_TC: Tensor | None = None) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.recipes import WeightList, is_transposed
+from grouped_linear.recipes.format import WeightList
+from grouped_linear.recipes.weight import is_transposed
 
 
 class MainGrad(NamedTuple):

@@ -25,8 +25,9 @@ from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import is_dtensor
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from grouped_linear.recipes import ROLES, DelayedScalingState, Recipe
+from grouped_linear.recipes import DelayedScalingState, Recipe
 from grouped_linear.recipes.fake_quantize import fake_quantize
+from grouped_linear.recipes.recipe import ROLES
 
 
 class Difference(NamedTuple):

@@ -24,7 +24,8 @@ from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.ops.constants import is_integer
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.weight import is_dtensor, local_part
-from grouped_linear.recipes import ROLES, DelayedScalingState
+from grouped_linear.recipes import DelayedScalingState
+from grouped_linear.recipes.recipe import ROLES
 
 #: Where a reading goes: a CSV, TensorBoard's writer, or a function.
 Destination = str | Path | Callable[[Statistics], Any] | Any | None

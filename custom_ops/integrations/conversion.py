@@ -14,7 +14,8 @@ from grouped_linear.quantized.frozen import frozen_of
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import Weights, local_part
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from grouped_linear.recipes import Recipe, stores
+from grouped_linear.recipes import Recipe
+from grouped_linear.recipes.weight import stores
 
 
 class ConvertedExperts(NamedTuple):

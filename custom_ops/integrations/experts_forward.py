@@ -28,7 +28,9 @@ from grouped_linear.quantized.frozen import STORAGES, frozen_of
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import check_weights_kept, stored_weight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from grouped_linear.recipes import UNQUANTIZED, QuantizedWeight, Recipe
+from grouped_linear.recipes import Recipe
+from grouped_linear.recipes.recipe import UNQUANTIZED
+from grouped_linear.recipes.weight import QuantizedWeight
 
 #: The dtypes of numbers and of scales in transformers' FP8Experts. E8M0 is in float32 exact.
 FILES = {

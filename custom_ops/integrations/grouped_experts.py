@@ -34,7 +34,9 @@ from grouped_linear.nn.functional_mlp import apply_mlp_sorted
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.frozen import STORAGES
 from grouped_linear.quantized.weight import KEPT, is_dtensor, keep_weight, local_part
-from grouped_linear.recipes import UNQUANTIZED, Recipe, new_state
+from grouped_linear.recipes import Recipe
+from grouped_linear.recipes.delayed import new_state
+from grouped_linear.recipes.recipe import UNQUANTIZED
 
 GPT_OSS_ALPHA = 1.702  # torchtitan has the number in its code, and swiglu_limit in the module
 

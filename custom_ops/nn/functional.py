@@ -24,7 +24,8 @@ from grouped_linear.nn.checks import (
 )
 from grouped_linear.nn.lora import LoraWeights, adapter_of
 from grouped_linear.nn.projection import autocast, autocast_dtype, ready, with_dropout
-from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe
+from grouped_linear.recipes import DelayedScalingState, Recipe
+from grouped_linear.recipes.recipe import UNQUANTIZED
 
 
 def grouped_linear(

@@ -33,7 +33,8 @@ from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.lora import LoraWeights, adapter_of
 from grouped_linear.nn.projection import autocast, autocast_dtype, ready, with_dropout
 from grouped_linear.ops.activation import PLAIN, Activation
-from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe
+from grouped_linear.recipes import DelayedScalingState, Recipe
+from grouped_linear.recipes.recipe import UNQUANTIZED
 
 
 def grouped_mlp(

@@ -13,7 +13,9 @@ from grouped_linear.autograd.wgrad import MainGrad
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.quantized.weight import local_part
 from grouped_linear.quantized.weight_cache import WeightCache
-from grouped_linear.recipes import QuantizedWeight, Recipe, WeightList, stores
+from grouped_linear.recipes import Recipe
+from grouped_linear.recipes.format import WeightList
+from grouped_linear.recipes.weight import QuantizedWeight, stores
 
 
 def read_flag(

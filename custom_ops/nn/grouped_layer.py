@@ -19,7 +19,9 @@ from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen
 from grouped_linear.quantized.weight import Weights, check_weights_kept, keep_weight
 from grouped_linear.quantized.weight_cache import WeightCache
-from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe, new_state
+from grouped_linear.recipes import DelayedScalingState, Recipe
+from grouped_linear.recipes.delayed import new_state
+from grouped_linear.recipes.recipe import UNQUANTIZED
 
 
 class GroupedLayer(KeepsFrozen):

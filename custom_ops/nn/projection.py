@@ -11,7 +11,7 @@ from grouped_linear.autograd.low_rank import Adapter
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.quantized.weight import KEPT, local_part, stored_weight
-from grouped_linear.recipes import WeightList
+from grouped_linear.recipes.format import WeightList
 
 
 def local(given: Projection) -> Projection:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.watch import COLUMNS, MAXIMA, WATCH_COLUMNS
-from grouped_linear.recipes import UNQUANTIZED, Recipe
+from grouped_linear.recipes import Recipe
+from grouped_linear.recipes.recipe import UNQUANTIZED
 from grouped_linear.recipes.watched import WatchedOperand
 
 #: Thread blocks per group. One thread block per group would be slower than the layer.

@@ -22,7 +22,8 @@ from grouped_linear.meta_kernels.rules import (
 )
 from grouped_linear.quantized.state_dict import SCALE, as_master, for_state_dict, sent_as_bytes
 from grouped_linear.quantized.weight import distributed_like, is_by_experts, is_dtensor, local_part
-from grouped_linear.recipes import QuantizedWeight, Recipe
+from grouped_linear.recipes import Recipe
+from grouped_linear.recipes.weight import QuantizedWeight
 
 Parts = tuple[Tensor, Tensor]
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from grouped_linear.quantized.operations import views_of
-from grouped_linear.recipes import QuantizedWeight, Recipe
+from grouped_linear.recipes import Recipe
+from grouped_linear.recipes.weight import QuantizedWeight
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, arguments_of
 from grouped_linear.quantized.operations import views_of
 from grouped_linear.quantized.with_master import HANDLERS, GroupedTensorWithMaster, Handler
-from grouped_linear.recipes import stores
+from grouped_linear.recipes.weight import stores
 
 aten = torch.ops.aten
 of_parts = GroupedTensorWithMaster._of_parts

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from grouped_linear.recipes import UNQUANTIZED, QuantizedWeight, Recipe
+from grouped_linear.recipes import Recipe
+from grouped_linear.recipes.recipe import UNQUANTIZED
+from grouped_linear.recipes.weight import QuantizedWeight
 
 #: How a layer keeps its weights: plain (None), in high precision and FP8, or frozen in few bits.
 Weights = Literal["both", "fp8", "mxfp4"] | None

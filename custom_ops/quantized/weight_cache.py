@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.recipes import QuantizedWeight, Recipe, WeightList, check_stores, new_weight
+from grouped_linear.recipes import Recipe
+from grouped_linear.recipes.format import WeightList
+from grouped_linear.recipes.weight import QuantizedWeight, check_stores, new_weight
 
 
 class WeightCache(nn.Module):
@@ -25,7 +27,9 @@ class WeightCache(nn.Module):
 
     Attributes:
         recipe: as given.
-        values, scale, columnwise: see :class:`grouped_linear.recipes.QuantizedWeight`.
+        values: [E, N, K], for fprop.
+        scale: of ``values`` and of ``columnwise``; None under MXFP8.
+        columnwise: for dgrad, in FP8 [E, K, N], under MXFP8 [E, N, K].
     """
 
     _numbers: Any

@@ -14,16 +14,8 @@ from torch import Tensor, nn
 from grouped_linear.meta_kernels.rules import Rules
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.operations import views_of
-from grouped_linear.recipes import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    QuantizedWeight,
-    Recipe,
-    refresh_weight_,
-    store_weight,
-    stores,
-)
+from grouped_linear.recipes import Float8BlockScaling, Float8CurrentScaling, Format, Recipe
+from grouped_linear.recipes.weight import QuantizedWeight, refresh_weight_, store_weight, stores
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.wgrad import Wgrad
-from grouped_linear.recipes import WeightList
+from grouped_linear.recipes.format import WeightList
 
 # More gradients than a pipeline schedule defers. The warning is for optimizers that are not torch's
 # or that step copies of the parameters: the check in the step does not see these.
