@@ -15,6 +15,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -158,13 +159,10 @@ def transformers() -> str:
 def cpu_name() -> str:
     """The CPU's name, from Linux."""
     try:
-        with open("/proc/cpuinfo") as file:
-            names = [
-                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
-            ]
+        found = re.search(r"^model name\s*: *(.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def gpu_name(index: int) -> str:

@@ -82,11 +82,9 @@ class GroupedLinearFunction(torch.autograd.Function):
     def forward(ctx: Any, call: LinearCall, *tensors: Tensor | None) -> Tensor:
         """Compute fprop.
 
-        Args:
-            call: the projection and its options.
-            tensors: what is differentiated: x_TK, bias_EN, a_ErK and b_ENr of the adapter, then one
-                tensor for each weight, whose gradients are returned, or where these are deferred
-                any tensor that requires grad. What does not apply is None.
+        ``tensors`` are what is differentiated: x_TK, bias_EN, a_ErK and b_ENr of the adapter, then
+        one for each weight, whose gradients are returned, or where these are deferred any tensor
+        that requires grad. What does not apply is None.
 
         The caller decides whether one op computes it, because Dynamo may trace the caller and run
         this function in eager mode. Tensors are one parameter, because Dynamo passes no ctx to a

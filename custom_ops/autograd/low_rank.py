@@ -72,15 +72,10 @@ class Adapter(NamedTuple):
         dgrad: bool,
         x_rows: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, LowRankTerm | None]:
-        """Compute the gradients of A and B, and what dgrad of the projection adds.
+        """Compute the gradients of A and B, and with ``dgrad`` what dgrad of the projection adds.
 
-        Args:
-            dy_TN: the gradient of the projection's output.
-            x: the projection's input, before dropout; None where A needs no gradient.
-            h_Tr: what A's product was; None where B needs no gradient.
-            offs_E: int32 group ends.
-            dgrad: whether the gradient of x is needed.
-            x_rows: with x[x_rows] in place of x.
+        x, or x[x_rows], is the projection's input before dropout, None where A needs no gradient;
+        h_Tr is A's product, None where B needs none.
         """
         da = db = term = None
         if h_Tr is not None:

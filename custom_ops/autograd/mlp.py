@@ -159,11 +159,9 @@ class GroupedMLPFunction(torch.autograd.Function):
     def forward(ctx: Any, call: MLPCall, *tensors: Tensor | None) -> Tensor:
         """Gather rows, send them through both layers, and sum each token's rows with its weights.
 
-        Args:
-            call: the projections, the activation and the routing.
-            tensors: what is differentiated: x_TH, the weights of the routing, and for each
-                projection weight, bias, a and b of its adapter. What does not apply is None. They
-                are one parameter as in :class:`GroupedLinearFunction`.
+        ``tensors`` are what is differentiated: x_TH, the weights of the routing, and for each
+        projection weight, bias, a and b of its adapter. What does not apply is None. They are one
+        parameter as in :class:`GroupedLinearFunction`.
         """
         gate_up, down, config, rows, grad_enabled, arriving = call
         x_TH, weight_TC, *_ = tensors

@@ -178,13 +178,9 @@ class Projection(NamedTuple):
     def keep(
         self, w: Operands, needs: Parameters, dgrad: bool, term: LowRankTerm | None
     ) -> tuple[Any, ...]:
-        """The fields of :class:`Kept`, of the weight and of the adapter.
+        """The fields of :class:`Kept`: of w, columnwise where ``dgrad`` is needed, and the adapter.
 
-        Args:
-            w: from :meth:`weight`, columnwise where dgrad is needed.
-            needs: which gradients are needed.
-            dgrad: whether that of the input is.
-            term: what the adapter added to fprop.
+        ``term`` is what the adapter added to fprop.
         """
         adapter = self.adapter
         if adapter is None or term is None or not (dgrad or needs.a or needs.b):
@@ -213,13 +209,9 @@ class Projection(NamedTuple):
     ) -> Gemm:
         """fprop in the backward, of a projection that is restored; the bits are the forward's.
 
-        Args:
-            kept: from :meth:`keep_for_fprop`.
-            source: x, or what its rows are gathered from.
-            adapter_x: the input of the adapter, before dropout.
-            token: the row of adapter_x for each row; None where they are the same.
-            offs_E: int32 group ends.
-            d_out: any gradient that comes, of the dtype of the product.
+        ``kept`` is from :meth:`keep_for_fprop`, ``source`` x or what its rows are gathered from;
+        ``adapter_x``, or adapter_x[token], is the adapter's input before dropout; ``d_out`` is any
+        gradient that comes, of the product's dtype.
         """
         weight, scale, bias_EN = kept
         if torch.compiler.is_compiling():

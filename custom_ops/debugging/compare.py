@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +152,7 @@ def compare(
                 key = name, quantized, tensor
                 squares[key] = squares[key] + both if key in squares else both
 
-    def hook(name: str, args: Any, kwargs: Any, y: Any) -> None:
+    def hook(name: str, module: nn.Module, args: Any, kwargs: Any, y: Any) -> None:
         output = y[0] if isinstance(y, tuple) else y
         if output.requires_grad:
             output.register_hook(lambda dy: measure(name, args, kwargs, dy))
@@ -159,10 +160,7 @@ def compare(
             measure(name, args, kwargs, None)
 
     handles = [
-        layer.module.register_forward_hook(
-            lambda module, args, kwargs, y, name=name: hook(name, args, kwargs, y),
-            with_kwargs=True,
-        )
+        layer.module.register_forward_hook(partial(hook, name), with_kwargs=True)
         for name, layer in layers.items()
     ]
     try:

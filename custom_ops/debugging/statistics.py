@@ -167,13 +167,7 @@ READ_COLUMNS = (*COLUMNS, "moved", "looked_at")
 def statistics_of_layer(
     layer: str, role: str, numbers_ES: Tensor
 ) -> tuple[OperandStatistics, list[OperandStatistics]]:
-    """Of all experts together, and of each.
-
-    Args:
-        layer: its name.
-        role: its name.
-        numbers_ES: [E, READ_COLUMNS] float64 on the CPU.
-    """
+    """Of all experts together, and of each; S are READ_COLUMNS, in float64 on the CPU."""
     maxima = list(map(READ_COLUMNS.index, MAXIMA))
     total_S = numbers_ES.sum(0)
     total_S[maxima] = numbers_ES[:, maxima].amax(0)

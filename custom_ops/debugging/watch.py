@@ -137,8 +137,13 @@ class Watch:
         Raises:
             ValueError: for a group over which experts are spread.
         """
-        if group is not None:
-            self._check_same_experts(group)
+        ranks = set() if group is None else set(dist.get_process_group_ranks(group))
+        for name, of_experts in self._ranks.items():
+            if len(ranks.intersection(of_experts)) > 1:
+                raise ValueError(
+                    f"watch: read: experts of {name or 'the model'} are spread over processes of "
+                    "this group: give it those that hold the same experts, or no group"
+                )
         on_host = _to_host({name: self._numbers_of(name, reset) for name in self.layers}, group)
         experts, operands, loads = [], [], []
         for name, of_module in on_host.items():
@@ -155,15 +160,6 @@ class Watch:
             tokens = tuple(map(round, rows_E.tolist()))
             loads.append(Load(name or "the model", tokens, round(dropped.item())))
         return Statistics(tuple(experts), tuple(operands), tuple(loads), self.steps)
-
-    def _check_same_experts(self, group: "dist.ProcessGroup") -> None:
-        ranks = set(dist.get_process_group_ranks(group))
-        for name, of_experts in self._ranks.items():
-            if len(ranks.intersection(of_experts)) > 1:
-                raise ValueError(
-                    f"watch: read: experts of {name or 'the model'} are spread over processes of "
-                    "this group: give it those that hold the same experts, or no group"
-                )
 
     def remove(self) -> None:
         """Stop watching: the layers compute, compile and cost what they did before."""

@@ -42,11 +42,8 @@ _TWO_FORMATS = "the model's other modules are quantized in a format of theirs, a
 def describe(model: Any) -> None:
     """Have a model say which of its modules are in few bits, as one that was loaded so does.
 
-    ``save_pretrained`` then writes a checkpoint that loads again. If transformers' format cannot
-    hold the experts, ``save_pretrained`` raises ValueError before it writes a file.
-
-    Args:
-        model: what ``save_pretrained`` is called on, with frozen experts.
+    ``save_pretrained`` of it then writes a checkpoint that loads again. If transformers' format
+    cannot hold the frozen experts, ``save_pretrained`` raises ValueError before it writes a file.
     """
     experts = {name: m for name, m in _experts_of(model).items() if frozen_of(m)}
     config, conversions, obstacle = _checkpoint_of(model, experts)
@@ -115,11 +112,9 @@ def _experts_of(model: nn.Module) -> dict[str, Any]:
 def _checkpoint_of(
     model: Any, in_fp8: dict[str, Any]
 ) -> tuple[FineGrainedFP8Config, list[Any], str | None]:
-    """The checkpoint of a model with these experts in FP8.
+    """The checkpoint of a model with these experts in FP8: its configuration.
 
-    Returns:
-        Its configuration, the conversions of the model's names to its names, and why transformers
-        cannot write it, or None.
+    Then the conversions of names to its names, and why transformers cannot write it, or None.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:

@@ -282,13 +282,7 @@ class ParamWrapper(lora.ParamWrapper):
                 factors[adapter_name].to(dtype_of_kept(experts, name))
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The experts' forward, with the active adapters as an argument.
-
-        Args:
-            x: the tokens.
-            args: the experts' other arguments.
-            kwargs: the same, and ``lora`` of the wrapper around this one.
-        """
+        """The experts' forward, with the active adapters, and those around, as ``lora``."""
         self._check_forward_args(x, *args, **kwargs)
         for of_other_layers in ("adapter_names", *lora.VARIANT_KWARG_KEYS):
             kwargs.pop(of_other_layers, None)

@@ -178,11 +178,7 @@ def replay_routing(model: nn.Module, routing: Routing | Tensor) -> Iterator[None
 
 
 def _check_experts(op: str, experts: Any, routers: list[Router]) -> bool:
-    """Raise ValueError unless these routers could have chosen these experts.
-
-    Returns:
-        Whether some tokens are padding, with -1 for all of their experts.
-    """
+    """Whether some tokens are padding; ValueError unless these routers could choose all others."""
     is_integers = isinstance(experts, Tensor) and experts.dtype in INTEGERS
     if not is_integers or experts.dim() != 4 or experts.size(2) != len(routers):
         got = f"{experts.dtype} {list(experts.shape)}" if isinstance(experts, Tensor) else experts

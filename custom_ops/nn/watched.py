@@ -30,13 +30,8 @@ class WatchedLayer(nn.Module):
 
     The forward and the backward have a tensor each, [2 * weights, parts, E, 14]: AOTAutograd takes
     none that both write. The first has each weight's input and the weight, the second its
-    columnwise input and the gradient of its output.
-
-    Args:
-        weights: the names of the layer's weights.
-        num_groups: E.
-        device: of the layer's parameters.
-        recipes: those of the layer's calls, which a compiled call then finds.
+    columnwise input and the gradient of its output. ``recipes`` are those of the layer's calls,
+    which a compiled call then finds.
     """
 
     def __init__(

@@ -28,6 +28,8 @@ HANDLERS: dict[Any, Handler] = {}
 
 #: The tensors that it holds. Q and scale come first, as GEMMs read them.
 _TENSORS = ("q", "scale", "q_t", "master", "numbers")
+#: The recipes that files have by name and options, so that they name no modules.
+_PICKLED_BY_NAME = {cls.__name__: cls for cls in (Float8BlockScaling, Float8CurrentScaling)}
 _OWN_ATTRIBUTES = (*_TENSORS, "recipe", "has_memory", "whole", "is_part")
 
 
@@ -365,10 +367,12 @@ class GroupedTensorWithMaster(Tensor):
             if isinstance(self, nn.Parameter):
                 plain = nn.Parameter(plain, self.requires_grad)
             return plain.__reduce_ex__(protocol)
+        recipe = self.recipe
+        by_name = type(recipe) in _PICKLED_BY_NAME.values()
         state = {
             "master": self.master,  # q, scale and q_t are made again from it: half the file
             "columnwise": self.q_t is not None,
-            "recipe": _recipe_to_pickle(self.recipe),
+            "recipe": (type(recipe).__name__, recipe.options()) if by_name else recipe,
             "requires_grad": self.requires_grad,
             "attributes": self._attributes(),
         }
@@ -462,24 +466,14 @@ def _rebuild(state: dict[str, Any]) -> GroupedTensorWithMaster:
     # Tensors that were saved together may share memory. Each has its own here, so that a write to
     # one of them leaves no other with old quantized numbers.
     master = master.detach().clone(memory_format=torch.contiguous_format)
-    t = _quantized(master, _recipe_from_pickle(state["recipe"]), state["columnwise"])
+    recipe = state["recipe"]
+    if not isinstance(recipe, Recipe):
+        name, options = recipe
+        recipe = _PICKLED_BY_NAME[name](**options)
+    t = _quantized(master, recipe, state["columnwise"])
     vars(t).update(attributes)
     t.requires_grad_(state["requires_grad"])
     return t
-
-
-def _recipe_to_pickle(recipe: Recipe) -> Any:
-    """The options of this package's recipes, so that files name no modules; others as they are."""
-    known = (Float8BlockScaling, Float8CurrentScaling)
-    return (type(recipe).__name__, recipe.options()) if type(recipe) in known else recipe
-
-
-def _recipe_from_pickle(pickled: Any) -> Recipe:
-    if isinstance(pickled, Recipe):
-        return pickled
-    name, options = pickled
-    known = {"Float8BlockScaling": Float8BlockScaling, "Float8CurrentScaling": Float8CurrentScaling}
-    return known[name](**options)
 
 
 torch.serialization.add_safe_globals([_rebuild])

@@ -229,10 +229,7 @@ def _as_stored(w_ENK: Tensor, format: Format, layouts: Layouts) -> Operands:
     Its blocks are squares or whole experts, so both layouts have the same scales.
     """
     rowwise, columnwise = layouts.rowwise, layouts.columnwise
-    options: dict[str, Any] = {
-        "amax_epsilon": format.epsilon,
-        "power_of_two_scales": format.power_of_two_scales,
-    }
+    options = format.scale_options
     in_blocks = format.scaling == "block"  # scales of groups: rowwise always
     quantize: Callable[..., Any] = ops.quantize_weight if in_blocks else ops.quantize_weight_current
     if not is_transposed(w_ENK):

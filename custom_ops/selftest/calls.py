@@ -73,21 +73,13 @@ Results = Callable[[Inputs], Any]
 
 
 class Call(NamedTuple):
-    """Results of an op, and the same in plain torch.
-
-    Args:
-        op: its name.
-        ours: makes the results, on any device.
-        torchs: makes them on the CPU; None where the tests alone compare.
-        tolerance: of the CPU's results beside torch's.
-        same_bits: whether a GPU's results are the CPU's, and not within the tolerance of them.
-    """
+    """Results of an op, and the same in plain torch."""
 
     op: str
-    ours: Results
-    torchs: Results | None = None
-    tolerance: Tolerance = EXACT
-    same_bits: bool = True
+    ours: Results  # on any device
+    torchs: Results | None = None  # on the CPU; None where the tests alone compare
+    tolerance: Tolerance = EXACT  # of the CPU's results beside torch's
+    same_bits: bool = True  # whether a GPU's are the CPU's, and not within the tolerance of them
 
 
 # --- in plain torch ------------------------------------------------------------------------------
