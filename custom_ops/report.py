@@ -23,6 +23,7 @@ from torch import Tensor
 
 from grouped_linear import __version__, ops
 from grouped_linear.loading import host_module, library_path
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 
 E, K, N, ROWS = 2, 32, 16, 8  # small; the second group is partly filled
 
@@ -86,9 +87,7 @@ def _quantize_on_cpu(host: ModuleType) -> str:
 
 
 FAMILIES: dict[str, Family] = {
-    "GEMM, bfloat16": ("torch's GEMM", _grouped_mm(torch.bfloat16)),
-    "GEMM, float16": ("torch's GEMM", _grouped_mm(torch.float16)),
-    "GEMM, float32": ("torch's GEMM", _grouped_mm(torch.float32)),
+    **{f"GEMM, {dtype_name(d)}": ("torch's GEMM", _grouped_mm(d)) for d in ACTIVATIONS},
     "GEMM, float8": (_fp8_on_cpu, _grouped_scaled_mm),
     "quantization": (_quantize_on_cpu, _quantize),
     "routing, SwiGLU": ("loops", _route),

@@ -216,11 +216,7 @@ class AllToAll(_StaticDispatcher):
             it are dropped, with all that they chose there, and counted in ``dropped`` of the
             sender. Rows of GEMMs are bounded as :class:`AllGather` bounds them. None drops nothing.
 
-    Attributes:
-        dropped: see :class:`AllGather`.
-
-    Raises:
-        ValueError: as :class:`AllGather`.
+    Its attribute ``dropped`` and its errors are those of :class:`AllGather`.
     """
 
     def exchange(self, expert_TC: Tensor) -> Exchange | VariableExchange:
@@ -283,12 +279,8 @@ class AllToAllV(AllToAll):
         mesh, num_experts, fp8, check_tokens: see :class:`AllGather`.
         capacity_factor: see :class:`AllToAll`, which drops the same tokens.
 
-    Attributes:
-        dropped: see :class:`AllGather`.
-
-    Raises:
-        ValueError: as :class:`AllGather`.
-        RuntimeError: on GPUs, without NVSHMEM.
+    Its attribute ``dropped`` and its errors are those of :class:`AllGather`; without NVSHMEM it
+    raises RuntimeError on GPUs.
     """
 
     def require(self, device_type: str) -> None:

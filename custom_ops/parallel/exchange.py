@@ -124,7 +124,7 @@ class Transport(NamedTuple):
 
     group: Group
     fp8: bool  # whether rows go in FP8; they come back in 16 bits
-    exchange: Exchange | VariableExchange | None  # None in a Function's context, which saves it
+    exchange: Any  # Exchange, VariableExchange; None in a Function's context, which saves it
 
     @property
     def tensors(self) -> tuple[Any, ...]:
@@ -145,7 +145,7 @@ class Transport(NamedTuple):
 
         What is beside goes first: it is small, and says where the rows belong.
         """
-        exchange, sent, parts = self._exchange, x_TH, []
+        exchange, sent, parts = self.exchange, x_TH, []
         if self.fp8:
             sent, scale_Tn = _quantize(x_TH)
             parts.append(scale_Tn.view(torch.int32))
@@ -161,7 +161,7 @@ class Transport(NamedTuple):
         """Wait for what is beside the rows, and return the numbers: -1 in an empty slot."""
         if sent.beside is None:
             return sent, None
-        came, n = self._exchange.wait(sent.beside), 0
+        came, n = self.exchange.wait(sent.beside), 0
         if self.fp8:
             n = ceil_div(sent.rows.size(1), BLOCK)
             sent = sent._replace(scales=came[:, :n].contiguous().view(torch.float32))
@@ -171,27 +171,22 @@ class Transport(NamedTuple):
         """Wait for the rows: [S, H] in x's dtype."""
         if sent.beside is not None:
             sent, _ = self.receive_numbers(sent)
-        came = self._exchange.wait(sent.rows)
+        came = self.exchange.wait(sent.rows)
         return came if sent.scales is None else _dequantize(came, sent.scales, dtype)
 
     def start_combine(self, y_SH: Tensor) -> Tensor:
         """Send rows back to the processes from which their tokens came."""
-        return self._exchange.send_back(y_SH, self.group)
+        return self.exchange.send_back(y_SH, self.group)
 
     def finish_combine(self, sent: Tensor) -> Tensor:
         """Sum each token's rows, which the processes of its experts sent."""
-        return ops.gather_sum(self._exchange.wait(sent), self._exchange.slot)
+        return ops.gather_sum(self.exchange.wait(sent), self.exchange.slot)
 
     def finish_weights(self, sent: Tensor) -> Tensor:
         """The same in float32, of the routing weights' gradient [S, C]."""
-        came: Tensor = self._exchange.wait(sent)
+        came: Tensor = self.exchange.wait(sent)
         # One process has the gradient of a choice, the others have zero.
-        return came[self._exchange.slot].sum(1)
-
-    @property
-    def _exchange(self) -> Exchange | VariableExchange:
-        assert self.exchange is not None
-        return self.exchange
+        return came[self.exchange.slot].sum(1)
 
 
 def numbers_of(weight_TC: Tensor, expert_TC: Tensor) -> Tensor:

@@ -88,8 +88,8 @@ class ExpertParallel(ParallelStyle):
                 "ExpertParallel: capacity_factor, fp8 and check_tokens are for dispatchers by "
                 "name: give them to your own where you make it"
             )
-        self.dispatch, self.capacity_factor, self.fp8 = dispatch, capacity_factor, fp8
-        self.check_tokens = check_tokens
+        options = {"capacity_factor": capacity_factor, "fp8": fp8, "check_tokens": check_tokens}
+        self.dispatch, self.options = dispatch, options
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Called by parallelize_module."""
@@ -106,14 +106,7 @@ class ExpertParallel(ParallelStyle):
             )
         E = module.num_experts
         if isinstance(self.dispatch, str):
-            make = DISPATCHERS[self.dispatch]
-            module.dispatcher = make(
-                device_mesh,
-                E,
-                capacity_factor=self.capacity_factor,
-                fp8=self.fp8,
-                check_tokens=self.check_tokens,
-            )
+            module.dispatcher = DISPATCHERS[self.dispatch](device_mesh, E, **self.options)
         else:
             module.dispatcher = self.dispatch(device_mesh, E)
         module.dispatcher.ranks = tuple(device_mesh.mesh.flatten().tolist())
