@@ -33,7 +33,7 @@ class Arriving(NamedTuple):
     """
 
     transport: Any  # a Transport of grouped_linear.parallel.exchange
-    sent: Any  # what its ``start_dispatch(x)`` returned
+    received: Any  # what its ``receive`` returned
     weight_SC: Tensor  # float32, of S tokens that came; zero for a choice without a row
 
 
@@ -171,7 +171,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         gate_up_w, gate_up_term, adapter = gate_up.weight(needs.x), None, gate_up.adapter
         if arriving is not None:
             ctx.weight_dtype = None if weight_TC is None else weight_TC.dtype
-            x_TH = arriving.transport.finish_dispatch(arriving.sent, dtype)
+            x_TH = arriving.transport.finish_dispatch(arriving.received, dtype)
             weight_TC = arriving.weight_SC
 
         # The first layer, of gathered tokens, and the activation of its output.
@@ -233,7 +233,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         if needs.activation:
             gate_up_RG = saved.gate_up_of(gate_up, d_out_TH)
         if transport is not None:
-            d_out_TH = transport.finish_dispatch(sent, dtype)
+            d_out_TH = transport.finish_dispatch(transport.receive(sent), dtype)
 
         # The gradient of the second layer's output before it is weighted. Its wgrad multiplies it
         # by the weighted h.

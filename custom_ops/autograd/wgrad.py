@@ -101,7 +101,6 @@ class Wgrad(NamedTuple):
 
     def _add_to(self, main_grads: WeightList, overwrite: Tensor | None) -> None:
         dy, x, dy_scale, x_scale, offs = self.dy, self.x, self.dy_scale, self.x_scale, self.offs
-        rows = self.dy_rows, self.x_rows
         per_expert = main_grads[0].dim() == 2
         if per_expert and torch.compiler.is_compiling():
             # Inductor clones every tensor of a list that an op writes if they share a buffer, as
@@ -109,14 +108,11 @@ class Wgrad(NamedTuple):
             for grad, dw_NK in zip(main_grads, self._product(torch.float32), strict=True):
                 total = grad + dw_NK
                 grad.copy_(total if overwrite is None else torch.where(overwrite, dw_NK, total))
-        elif dy_scale is None or x_scale is None:
-            if per_expert:
-                ops.grouped_mm_wgrad_list_(main_grads, dy, x, offs, overwrite, *rows)
-            else:
-                ops.grouped_mm_wgrad_(main_grads[0], dy, x, offs, overwrite, *rows)
+            return
+        to: Any = main_grads if per_expert else main_grads[0]
+        if dy_scale is None or x_scale is None:
+            add_: Any = ops.grouped_mm_wgrad_list_ if per_expert else ops.grouped_mm_wgrad_
+            add_(to, dy, x, offs, overwrite, self.dy_rows, self.x_rows)
         else:
-            operands = dy, x, dy_scale, x_scale, offs
-            if per_expert:
-                ops.grouped_scaled_mm_wgrad_list_(main_grads, *operands, overwrite)
-            else:
-                ops.grouped_scaled_mm_wgrad_(main_grads[0], *operands, overwrite)
+            add_ = ops.grouped_scaled_mm_wgrad_list_ if per_expert else ops.grouped_scaled_mm_wgrad_
+            add_(to, dy, x, dy_scale, x_scale, offs, overwrite)

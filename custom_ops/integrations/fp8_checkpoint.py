@@ -360,8 +360,7 @@ def _has_blocks(experts: Any) -> bool:
 def _parts(experts: Any, name: str) -> tuple[Tensor, Tensor]:
     """The numbers and scales of a weight in FP8 blocks."""
     if storage_of(experts) == "fp8":
-        q, scale, _ = kept_weight("fp8_tensors", experts, name)
-        assert scale is not None
-        return q, scale
-    q, scale, _ = getattr(experts, name).detach().quantized_weight()
-    return q, scale
+        weight: Any = kept_weight("fp8_tensors", experts, name)
+    else:
+        weight = getattr(experts, name).detach().quantized_weight()
+    return weight.values, weight.scale

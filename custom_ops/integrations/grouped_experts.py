@@ -201,7 +201,7 @@ def convert(module: Any, request: Request, changes: Changes) -> None:
     for name in form.weights if weights is not None else ():
         w = module.get_parameter(name)
         if weights in STORAGES:
-            freeze_parameter(changes, module, name, w, recipe, w.dtype, weights=weights)
+            freeze_parameter(changes, module, name, w, request, w.dtype)
         else:
             replace_parameter(changes, module, name, keep_weight(w, weights, recipe))
 

@@ -126,8 +126,7 @@ def _freeze(changes: Changes, experts: Any, request: Request) -> None:
             w = kept_weight("convert", experts, name)[:2]
         elif experts.is_transposed:
             w = w.mT
-        kept_as: Any = request.weights
-        freeze_parameter(changes, experts, name, w, request.recipe, dtype, weights=kept_as)
+        freeze_parameter(changes, experts, name, w, request, dtype)
 
 
 @torch.no_grad()

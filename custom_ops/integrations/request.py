@@ -104,13 +104,7 @@ def replace_parameter(changes: Changes, module: nn.Module, name: str, w: Tensor)
 
 
 def freeze_parameter(
-    changes: Changes,
-    module: Any,
-    name: str,
-    weight: Any,
-    recipe: Recipe | None,
-    dtype: torch.dtype,
-    **options: Any,
+    changes: Changes, module: Any, name: str, weight: Any, request: Request, dtype: torch.dtype
 ) -> None:
     """Freeze a parameter of a module, as ``KeepsFrozen.freeze`` does.
 
@@ -118,7 +112,7 @@ def freeze_parameter(
     """
     old: nn.Parameter = module.get_parameter(name)
     attributes = _set_by_others(old)
-    module.freeze(name, weight, recipe, dtype, **options)
+    module.freeze(name, weight, request.recipe, dtype, weights=request.weights)
     vars(module.get_parameter(name)).update(attributes)
     if not isinstance(weight, Tensor):  # numbers that a checkpoint has
         return

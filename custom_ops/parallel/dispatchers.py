@@ -137,10 +137,9 @@ class _StaticDispatcher(TokenDispatcher):
         expert_TC = self._experts(top_k_index)
         transport = self._transport(x, expert_TC)
         sent = transport.start_dispatch(x, numbers_of(top_k_weights, expert_TC))
-        sent, numbers_SI = transport.receive_numbers(sent)
-        assert numbers_SI is not None
-        weight_SC, expert_SC = weights_and_experts(numbers_SI)
-        return Arriving(transport, sent, weight_SC), *self._own(expert_TC, expert_SC)
+        received = transport.receive(sent)
+        weight_SC, expert_SC = weights_and_experts(transport.numbers(received))
+        return Arriving(transport, received, weight_SC), *self._own(expert_TC, expert_SC)
 
     def _experts(self, top_k_index: Tensor) -> Tensor:
         """The choices in int32. A wide number that is no expert must not become one."""

@@ -108,12 +108,9 @@ def _one_group(rows: Tensor) -> Tensor:
     return torch.full((1,), rows.size(0), dtype=torch.int32, device=rows.device)
 
 
-class InFlight(NamedTuple):
-    """Rows on their way to the processes that hold their experts."""
-
-    rows: Tensor  # [S, H], or their bytes in e4m3; wait before they are read
-    beside: Tensor | None  # [S, n + I] int32 on their way: scales in FP8, then numbers
-    scales: Tensor | None = None  # [S, n] float32, once they came
+#: Rows on their way, [S, H] or their bytes in e4m3, and what is beside them, if there is something:
+#: [S, n + I] int32, scales in FP8 and then numbers.
+InFlight = tuple[Tensor, Tensor | None]
 
 
 class Transport(NamedTuple):
@@ -155,24 +152,30 @@ class Transport(NamedTuple):
         if parts:
             beside = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
             beside = exchange.send(beside, self.group, empty=-1)
-        return InFlight(exchange.send(sent, self.group), beside)
+        return exchange.send(sent, self.group), beside
 
-    def receive_numbers(self, sent: InFlight) -> tuple[InFlight, Tensor | None]:
-        """Wait for what is beside the rows, and return the numbers: -1 in an empty slot."""
-        if sent.beside is None:
-            return sent, None
-        came, n = self.exchange.wait(sent.beside), 0
-        if self.fp8:
-            n = ceil_div(sent.rows.size(1), BLOCK)
-            sent = sent._replace(scales=came[:, :n].contiguous().view(torch.float32))
-        return sent._replace(beside=None), came[:, n:]
+    def receive(self, sent: InFlight) -> tuple[Tensor, Any]:
+        """Wait for what is beside the rows."""
+        rows, beside = sent
+        return rows, None if beside is None else self.exchange.wait(beside)
 
-    def finish_dispatch(self, sent: InFlight, dtype: torch.dtype) -> Tensor:
+    def numbers(self, received: tuple[Tensor, Any]) -> Tensor:
+        """The numbers that came beside the rows: -1 in an empty slot."""
+        rows, beside = received
+        numbers: Tensor = beside[:, self._num_scales(rows) :]
+        return numbers
+
+    def finish_dispatch(self, received: tuple[Tensor, Any], dtype: torch.dtype) -> Tensor:
         """Wait for the rows: [S, H] in x's dtype."""
-        if sent.beside is not None:
-            sent, _ = self.receive_numbers(sent)
-        came = self.exchange.wait(sent.rows)
-        return came if sent.scales is None else _dequantize(came, sent.scales, dtype)
+        rows, beside = received
+        came: Tensor = self.exchange.wait(rows)
+        if not self.fp8:
+            return came
+        scale_Sn = beside[:, : self._num_scales(rows)].contiguous().view(torch.float32)
+        return _dequantize(came, scale_Sn, dtype)
+
+    def _num_scales(self, rows: Tensor) -> int:
+        return ceil_div(rows.size(1), BLOCK) if self.fp8 else 0
 
     def start_combine(self, y_SH: Tensor) -> Tensor:
         """Send rows back to the processes from which their tokens came."""
@@ -211,9 +214,9 @@ class SpreadFunction(torch.autograd.Function):
         ctx.transport, ctx.weight_dtype = transport.without_tensors(), weight_TC.dtype
         ctx.save_for_backward(*transport.tensors)
         sent = transport.start_dispatch(x_TH, numbers_of(weight_TC, expert_TC))
-        sent, numbers_SI = transport.receive_numbers(sent)
-        assert numbers_SI is not None
-        came = transport.finish_dispatch(sent, x_TH.dtype), *weights_and_experts(numbers_SI)
+        received = transport.receive(sent)
+        numbers_SI = transport.numbers(received)
+        came = transport.finish_dispatch(received, x_TH.dtype), *weights_and_experts(numbers_SI)
         needs = ctx.needs_input_grad[1:]  # or experts would compute what nobody asked for
         ctx.mark_non_differentiable(*(t for t, need in zip(came, needs, strict=True) if not need))
         return came
@@ -249,4 +252,5 @@ class CollectFunction(torch.autograd.Function):
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         """Send each process the gradient of the tokens that it had."""
         transport = ctx.transport.with_tensors(ctx.saved_tensors)
-        return None, transport.finish_dispatch(transport.start_dispatch(dy_TH), dy_TH.dtype)
+        received = transport.receive(transport.start_dispatch(dy_TH))
+        return None, transport.finish_dispatch(received, dy_TH.dtype)

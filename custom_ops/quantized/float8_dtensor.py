@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from grouped_linear.quantized.weight import distributed_like
+
 
 class Float8DTensor(DTensor):
     """Numbers that collectives send as bytes: on CPUs they know no float8, on GPUs no e8m0.
@@ -31,12 +33,13 @@ class Float8DTensor(DTensor):
         return _viewed(self, torch.uint8).full_tensor(**options).view(self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Float8DTensor":
-        twin = sent_as_bytes(_plain(self, copy.deepcopy(self.to_local(), memo)))
+        local = copy.deepcopy(self.to_local(), memo)
+        twin = sent_as_bytes(distributed_like(self, local, self.shape))
         memo[id(self)] = twin
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain(self, self.to_local()).__reduce_ex__(protocol)
+        return distributed_like(self, self.to_local(), self.shape).__reduce_ex__(protocol)
 
 
 def sent_as_bytes(t: DTensor) -> Float8DTensor:
@@ -44,18 +47,6 @@ def sent_as_bytes(t: DTensor) -> Float8DTensor:
     return Float8DTensor(t.to_local(), t._spec, requires_grad=False)
 
 
-def _plain(like: DTensor, local: Tensor) -> DTensor:
-    """A plain DTensor of a process's part, placed as another is."""
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-
-
 def _viewed(t: DTensor, dtype: torch.dtype) -> DTensor:
     """A DTensor of the same bytes."""
-    return _plain(t, t.to_local().view(dtype))
+    return distributed_like(t, t.to_local().view(dtype), t.shape)

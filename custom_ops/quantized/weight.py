@@ -103,11 +103,14 @@ def is_by_experts(w: Any) -> bool:
     return all(getattr(p, "dim", 0) == 0 for p in w.placements)
 
 
-def distributed_like(like: Any, local: Tensor) -> Any:
-    """Make a DTensor, sharded as `like` is, of a process's part; where `like` is none, the part."""
+def distributed_like(like: Any, local: Tensor, shape: torch.Size | None = None) -> Any:
+    """Make a DTensor, sharded as `like` is, of a process's part; where `like` is none, the part.
+
+    Its shape is that of whole experts, if it is not given.
+    """
     if not is_dtensor(like):
         return local
-    shape = like.shape[:1] + local.shape[1:]
+    shape = like.shape[:1] + local.shape[1:] if shape is None else shape
     return type(like).from_local(
         local,
         like.device_mesh,
