@@ -137,6 +137,11 @@ def test_one_token_without_a_dimension() -> None:
     logits, passed = router_logits(x[0], weight, bias)
     torch.testing.assert_close(logits, linear(x[0], weight, bias))
     assert_same_bits(passed, x[0])
+    weights, experts = ops.topk_experts(logits, 2, **NORMALIZED)
+    of_one = ops.topk_experts(logits[None], 2, **NORMALIZED)
+    assert_same_bits(weights, of_one[0][0])
+    y = GroupedMLP(E, H, 16)(passed, weights, experts)
+    assert y.shape == x[0].shape
 
 
 @pytest.mark.parametrize(

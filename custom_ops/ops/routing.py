@@ -128,13 +128,15 @@ def topk_experts(
     """
     leading = logits.shape[:-1]
     logits_TE = logits.flatten(0, -2) if logits.dim() > 2 else logits
+    if logits.dim() == 1:
+        logits_TE = logits[None]
     # A parameter would be in the graph, with hooks that get None.
     bias_E = None if expert_bias is None else expert_bias.detach()
     scoring = bias_E, score_function, normalize, scaling_factor
     weights, experts = OPS.topk_experts(logits_TE, k, *scoring)
-    if logits.dim() > 2:
-        return weights.unflatten(0, leading), experts.unflatten(0, leading)
-    return weights, experts
+    if logits.dim() == 2:
+        return weights, experts
+    return weights.reshape(*leading, k), experts.reshape(*leading, k)
 
 
 def topk_experts_grad(
