@@ -266,9 +266,11 @@ class Training:
                 row = Record(self.corpus, tokens, self.mode, seed, done, recent)
                 if evaluated:
                     synchronize(self.device)
-                    timed += time.perf_counter() - begin
-                    speed = (done - first) * ids_BS.numel() * self.processes / timed
-                    row = row._replace(tokens_per_second=round(speed), **self.evaluate())
+                    if done > first:  # a run that was just restarted may be evaluated before
+                        timed += time.perf_counter() - begin
+                        speed = (done - first) * ids_BS.numel() * self.processes / timed
+                        row = row._replace(tokens_per_second=round(speed))
+                    row = row._replace(**self.evaluate())
                     begin = time.perf_counter()
                 rows.append(row)
         if half is not None and ends < steps:

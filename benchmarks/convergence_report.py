@@ -157,7 +157,8 @@ def table(runs: Runs) -> list[list[str]]:
         for measure in ("accuracy", "lines"):
             row.append(f"{100 * statistics.mean(getattr(r, measure) for r in last):.2f}")
             row.append(str(differences(runs, mode, measure, False)) if beside else "")
-        row.append(f"{statistics.median(r.tokens_per_second for r in last):,.0f}")
+        speeds = [r.tokens_per_second for r in last if r.tokens_per_second]
+        row.append(f"{statistics.median(speeds):,.0f}" if speeds else "")
         cells.append(row)
     return cells
 
@@ -187,7 +188,7 @@ def restarts(runs: Runs) -> list[str]:
             equal = sum(a == b for a, b in curves)
             sentences.append(
                 f"{LABELS[restarted]}: {equal} of {len(seeds)} runs have the losses of the run in "
-                "one piece, the held-out ones to the last bit."
+                "one piece, to the last digit recorded."
             )
     return sentences
 

@@ -23,7 +23,7 @@ from matplotlib import pyplot as plt
 from benchmarks import timing
 from benchmarks.plots import SERIES, fit_numbers, grouped_bars, label
 
-PICTURE = Path(__file__).parent.parent / "docs" / "images" / "h100_layers.png"
+PICTURE = Path(__file__).parent.parent / "docs" / "images" / "layers.png"
 MODELS = ("qwen3_30b", "dsv3_ep8", "sonic_7b")
 WHOLE_MODEL = "hf_qwen3_30b_step"
 TORCH = "torch bf16, compiled"
@@ -143,7 +143,7 @@ def plot(rows: Rows, title: str, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpu", default="nvidia_h100_80gb_hbm3", help="the end of files' names")
+    parser.add_argument("--gpu", default="nvidia_h200", help="the end of files' names")
     parser.add_argument("--picture", type=Path, default=PICTURE)
     options = parser.parse_args()
     rows = steps(options.gpu)

@@ -160,7 +160,7 @@ def test_pictures_are_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_front_page_draws_what_is_recorded(tmp_path: Path) -> None:
-    rows = front_page.steps("nvidia_h100_80gb_hbm3")
+    rows = front_page.steps("nvidia_h200")
     assert {layer for _, layer in rows} >= set(front_page.LAYERS)
     front_page.plot(rows, "a title", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000

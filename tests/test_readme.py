@@ -46,7 +46,7 @@ def test_snippets_run_as_they_are_copied(snippet: str) -> None:
 
 
 def test_figures_of_the_readme_are_those_that_are_printed() -> None:
-    gpu = "nvidia_h100_80gb_hbm3"
+    gpu = "nvidia_h200"
     performance = (ROOT / "docs" / "performance.md").read_text()
     assert front_page.table(gpu) in README
     assert front_page.whole_table(front_page.steps(gpu)) in performance

@@ -23,7 +23,7 @@ from grouped_linear.recipes.recipe import Recipe
 # GEMM's time. H100 and H200, docs/notes/gemm_sm90.md, "Rows gathered
 # inside the GEMM".
 
-#: fprop and dgrad of 16-bit tokens.
+#: fprop and dgrad of 16-bit tokens. With more columns BF16 takes a copy and swapped operands.
 GATHERING_16_BITS = 512
 #: fprop and dgrad of tokens that are quantized once each, in place of once a row.
 GATHERING_FP8 = 1024
