@@ -156,6 +156,24 @@ def test_a_named_number_of_rows_needs_no_bound(strict: bool) -> None:
     assert_same_bits(program.module()(x, m_splits), layer(x, m_splits))
 
 
+class Bounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = GroupedMLP(4, 64, 32)
+
+    def forward(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Tensor:
+        y: Tensor = self.mlp(x, top_k_weights, top_k_index, max_rows=x.size(0))
+        return y
+
+
+def test_nor_does_a_max_rows_that_follows_from_it() -> None:
+    layer, given = Bounded(), (torch.randn(20, 64), *torch.rand(20, 4).topk(2))
+    tokens = {0: torch.export.Dim("tokens", min=2)}
+    program = torch.export.export(layer, given, dynamic_shapes=(tokens,) * 3)
+    fewer = [t[:7] for t in given]
+    assert_same_bits(program.module()(*fewer), layer(*fewer))
+
+
 class Adapted(nn.Module):
     def forward(self, x: Tensor, weight: Tensor, m_splits: Tensor, lora: LoraWeights) -> Tensor:
         return grouped_linear.grouped_linear(x, weight, m_splits, lora=lora)

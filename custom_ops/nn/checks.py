@@ -346,7 +346,6 @@ def check_choices(
         )
     if max_rows is not None and torch.compiler.is_compiling():  # it may be computed from x's size
         torch._check(max_rows >= 0, lambda: "grouped_mlp: max_rows must not be negative")
-        torch._check(max_rows < 2**31, lambda: "grouped_mlp: max_rows must be below 2**31")
     elif max_rows is None:
         return
     elif not (is_integer(max_rows) or isinstance(max_rows, torch.SymInt)):
