@@ -28,6 +28,8 @@ from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 E, K, N, ROWS = 2, 32, 16, 8  # small; the second group is partly filled
 
 NOT_TOLD = "not told: this build has no _host"
+DEQUANTIZED = "dequantized, torch's float32 GEMM"
+IN_VECTORS = "AVX-512 VBMI; loops for other scales than powers of two"
 
 
 #: Ops that take one path: its name on a CPU, and a call of some of them on a device.
@@ -77,19 +79,13 @@ def _route(device: torch.device) -> None:
     ops.swiglu(_draw(device, ROWS, K), _offs(device))
 
 
-def _fp8_on_cpu(host: ModuleType) -> str:
-    return "AVX-512 BF16" if host.has_bf16_units() else "dequantized, torch's float32 GEMM"
-
-
-def _quantize_on_cpu(host: ModuleType) -> str:
-    in_vectors = "AVX-512 VBMI; loops for other scales than powers of two"
-    return in_vectors if host.has_byte_permutes() else "loops"
-
-
 FAMILIES: dict[str, Family] = {
     **{f"GEMM, {dtype_name(d)}": ("torch's GEMM", _grouped_mm(d)) for d in ACTIVATIONS},
-    "GEMM, float8": (_fp8_on_cpu, _grouped_scaled_mm),
-    "quantization": (_quantize_on_cpu, _quantize),
+    "GEMM, float8": (
+        lambda host: "AVX-512 BF16" if host.has_bf16_units() else DEQUANTIZED,
+        _grouped_scaled_mm,
+    ),
+    "quantization": (lambda host: IN_VECTORS if host.has_byte_permutes() else "loops", _quantize),
     "routing, SwiGLU": ("loops", _route),
 }
 

@@ -21,8 +21,8 @@ def class_before(module: nn.Module) -> type[nn.Module]:
 
 
 def convert_class(module: Any, members: Callable[..., dict[str, Any]], *args: Any) -> None:
-    """Give a module the class that :func:`converted_class` makes of its present class."""
-    before: Any = type(module)
+    """Give a module the class that :func:`converted_class` makes of the one before a conversion."""
+    before: Any = class_before(module)
     module.__class__ = converted_class(before, members, *args)
 
 

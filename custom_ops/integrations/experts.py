@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from grouped_linear.integrations.converted_class import class_before, convert_class
-from grouped_linear.integrations.grouped_experts import GroupedForm, form_of, grouped_members
+from grouped_linear.integrations.grouped_experts import form_of, grouped_members
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
@@ -117,10 +117,5 @@ def _of_torchtitan(module: nn.Module) -> Experts | None:
         form.inputs[0],
         converted,
         recipe,
-        partial(_grouped_by, module, form),
+        partial(convert_class, module, grouped_members, form),
     )
-
-
-def _grouped_by(module: Any, form: GroupedForm, recipe: Recipe | None) -> None:
-    module.__class__ = class_before(module)
-    convert_class(module, grouped_members, form, recipe)

@@ -290,8 +290,9 @@ class _Recorded(_Columns):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The router's forward."""
         output = self.router_forward(*args, **kwargs)
-        if _recomputes():
-            return output
+        is_compiled = torch.compiler.is_compiling()
+        if not is_compiled and torch._C._current_graph_task_id() != -1:
+            return output  # in a backward, which computes a checkpointed forward again
         _, weights, experts = output[:3]
         C = self.router.num_chosen
         columns = self._next_columns(experts.numel() // C)
@@ -373,8 +374,3 @@ class _Choose(TorchFunctionMode):
                 row_T1 = torch.arange(scores.size(0), device=scores.device)[:, None]
                 return torch.return_types.topk((scores[row_T1, experts_TC], experts_TC))
         return func(*args, **kwargs)
-
-
-def _recomputes() -> bool:
-    """Whether a backward is running, which computes a checkpointed forward again."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from grouped_linear.nn.checks import check_whole
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.parallel.dispatchers import (
@@ -16,7 +17,6 @@ from grouped_linear.parallel.dispatchers import (
     AllToAllV,
     check_dispatch_options,
 )
-from grouped_linear.quantized.weight import is_dtensor
 from grouped_linear.quantized.weight_cache import WeightCache
 
 #: Makes the dispatcher of one layer: called with the mesh and E, the experts of all processes.
@@ -97,8 +97,7 @@ class ExpertParallel(ParallelStyle):
             raise ValueError(
                 f"ExpertParallel: spreads a GroupedMLP over processes, got {type(module).__name__}"
             )
-        if any(map(is_dtensor, module.parameters())):
-            raise ValueError("ExpertParallel: parameters are sharded already: apply it before")
+        check_whole("ExpertParallel", module.parameters(), "apply it")
         if module.recipe is not None and module.recipe.has_state:
             raise ValueError(
                 f"ExpertParallel: {type(module.recipe).__name__} keeps scales from step to step, "

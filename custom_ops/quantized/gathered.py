@@ -23,16 +23,11 @@ class GatheredWeight(Tensor):
     FSDP2 makes it a parameter of its module between an all-gather and the next reshard. A backward
     transposes q for itself. Any other operation raises RuntimeError: the high-precision numbers
     are in the shards.
-
-    Attributes:
-        q: [E, N, K] e4m3.
-        scale: as ``recipe`` has it, [E, ceil(N / 128), ceil(K / 128)] or [E].
-        recipe: how the shards are quantized.
     """
 
-    q: Tensor
-    scale: Tensor
-    recipe: Recipe
+    q: Tensor  # [E, N, K] e4m3
+    scale: Tensor  # [E, ceil(N / 128), ceil(K / 128)] or [E], as the recipe has it
+    recipe: Recipe  # by which the shards are quantized
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
