@@ -605,6 +605,15 @@ def check_refused(rank: int, directory: Path) -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             parallelize_module(model, mesh(), style)
+    mlp = make()
+    with pytest.raises(ValueError, match="dispatch must return a TokenDispatcher, got int"):
+        parallelize_module(mlp, mesh(), ExpertParallel(lambda mesh, E: E))  # type: ignore[arg-type, return-value]
+    assert mlp.dispatcher is None
+    for wrong in (4.0, True, -4, 0):
+        with pytest.raises(ValueError, match="AllToAll: num_experts must be a positive integer"):
+            AllToAll(mesh(), wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="AllToAll: at most 1024 experts a process"):
+        AllToAll(mesh(), 10**400)
     parallel = spread(make())
     x, logits, _ = (t[own(rank)] for t in tokens())
     with pytest.raises(ValueError, match="the dispatcher chooses max_rows"):

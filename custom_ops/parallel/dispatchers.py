@@ -17,7 +17,7 @@ from grouped_linear.autograd.mlp import Arriving
 from grouped_linear.meta_kernels.rules import MAX_GROUPS, ceil_div
 from grouped_linear.nn.checks import check_flags
 from grouped_linear.nn.dispatcher import Dispatched, Started, TokenDispatcher
-from grouped_linear.ops.constants import is_number
+from grouped_linear.ops.constants import is_integer, is_number
 from grouped_linear.parallel.exchange import (
     CollectFunction,
     Exchange,
@@ -71,6 +71,8 @@ class _StaticDispatcher(TokenDispatcher):
         name = type(self).__name__
         if mesh.ndim != 1:
             raise ValueError(f"{name}: mesh must have one dimension, got {mesh.ndim}")
+        if not is_integer(num_experts) or num_experts < 1:
+            raise ValueError(f"{name}: num_experts must be a positive integer, got {num_experts!r}")
         if num_experts % mesh.size():
             raise ValueError(
                 f"{name}: num_experts must be a multiple of the number of processes, got "
@@ -78,6 +80,11 @@ class _StaticDispatcher(TokenDispatcher):
             )
         if mesh.size() > MAX_GROUPS:
             raise ValueError(f"{name}: at most {MAX_GROUPS} processes, got {mesh.size()}")
+        if num_experts > MAX_GROUPS * mesh.size():
+            raise ValueError(
+                f"{name}: at most {MAX_GROUPS} experts a process, got {num_experts} experts and "
+                f"{mesh.size()} processes"
+            )
         check_dispatch_options(name, capacity_factor, fp8, check_tokens)
         self.require(mesh.device_type)
         self.group = Group(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())

@@ -105,9 +105,15 @@ class ExpertParallel(ParallelStyle):
             )
         E = module.num_experts
         if isinstance(self.dispatch, str):
-            module.dispatcher = DISPATCHERS[self.dispatch](device_mesh, E, **self.options)
+            dispatcher: Any = DISPATCHERS[self.dispatch](device_mesh, E, **self.options)
         else:
-            module.dispatcher = self.dispatch(device_mesh, E)
+            dispatcher = self.dispatch(device_mesh, E)
+        if not isinstance(dispatcher, TokenDispatcher):
+            raise ValueError(
+                "ExpertParallel: dispatch must return a TokenDispatcher, got "
+                f"{type(dispatcher).__name__}"
+            )
+        module.dispatcher = dispatcher
         module.dispatcher.ranks = tuple(device_mesh.mesh.flatten().tolist())
         for name, p in list(module.named_parameters(recurse=False)):
             part = distribute_tensor(p, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
