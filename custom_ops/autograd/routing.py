@@ -27,13 +27,9 @@ def truncate_routing(routing: ops.SortedByExpert, max_rows: int) -> "ChosenRows"
     A row of no expert is zero, so the other choices add nothing.
     """
     choice_R, token_R, row_TC, offs_E = routing
-    return ChosenRows(
-        choice_R[: max_rows + 1],
-        token_R[: max_rows + 1],
-        row_TC.clamp(max=max_rows),
-        offs_E.clamp(max=max_rows),
-        offs_E,
-    )
+    choice_R, token_R = choice_R[: max_rows + 1], token_R[: max_rows + 1]
+    kept_E = offs_E.clamp(max=max_rows)
+    return ChosenRows(choice_R, token_R, row_TC.clamp(max=max_rows), kept_E, offs_E)
 
 
 def _numbers(rows_RH: Tensor) -> Tensor:

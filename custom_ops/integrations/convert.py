@@ -210,10 +210,5 @@ def _report(
         converted.append(ConvertedExperts(name, experts.form, *sizes, path, error))
     in_ddp = _is_in_ddp(model)  # where weights cannot be kept in another way
     recipes = {e.module: None if in_ddp else request.of(n).recipe for n, e in found.items()}
-    return Conversion(
-        request.recipe,
-        tuple(converted),
-        look_alikes(model),
-        kept_weights(recipes),
-        dict(request.recipes),
-    )
+    skipped, kept = look_alikes(model), kept_weights(recipes)
+    return Conversion(request.recipe, tuple(converted), skipped, kept, dict(request.recipes))

@@ -64,18 +64,12 @@ def _layer(module: Any) -> Experts | None:
             E //= len(module.dispatcher.ranks)  # FSDP2 may shard the part of a process, too
         elif module.dispatcher is not None:
             E = local_part(module.down_proj).size(0)
-    others = {"weights": None, "fuse_wgrad_accumulation": False}
-    return Experts(
-        module,
-        "grouped_linear",
-        type(module).__name__,
-        weights,
-        E,
-        "x",
-        True,
-        module.recipe,
-        lambda recipe: vars(module).update(others, _recipe=recipe),
-    )
+
+    def compute_by(recipe: Recipe | None) -> None:
+        vars(module).update(weights=None, fuse_wgrad_accumulation=False, _recipe=recipe)
+
+    form = type(module).__name__
+    return Experts(module, "grouped_linear", form, weights, E, "x", True, module.recipe, compute_by)
 
 
 def _of_transformers(module: Any) -> Experts | None:
@@ -87,17 +81,13 @@ def _of_transformers(module: Any) -> Experts | None:
 
     ours = Implementation.of(module.config._experts_implementation)
     default = None if ours is None else ours.recipe
-    return Experts(
-        module,
-        "transformers",
-        class_before(module).__name__,
-        weight_names(module),
-        module.num_experts,
-        "hidden_states",
-        ours is not None,
-        recipe_of(module, default),
-        lambda recipe: set_own_recipe(module, recipe, default),
-    )
+
+    def compute_by(recipe: Recipe | None) -> None:
+        set_own_recipe(module, recipe, default)
+
+    form, weights, E = class_before(module).__name__, weight_names(module), module.num_experts
+    given = form, weights, E, "hidden_states", ours is not None, recipe_of(module, default)
+    return Experts(module, "transformers", *given, compute_by)
 
 
 def _of_torchtitan(module: nn.Module) -> Experts | None:
@@ -108,14 +98,6 @@ def _of_torchtitan(module: nn.Module) -> Experts | None:
     if form is None:
         return None
     E = local_part(getattr(module, form.weights[0])).size(0)
-    return Experts(
-        module,
-        "torchtitan",
-        form.name,
-        form.weights,
-        E,
-        form.inputs[0],
-        converted,
-        recipe,
-        partial(convert_class, module, grouped_members, form),
-    )
+    given = form.name, form.weights, E, form.inputs[0], converted, recipe
+    compute_by = partial(convert_class, module, grouped_members, form)
+    return Experts(module, "torchtitan", *given, compute_by)

@@ -304,11 +304,6 @@ class AllToAllV(AllToAll):
         most = T * min(C, D)
         sent_D = (end_D - starts(end_D)).long()
         came_D = exchange_counts(sent_D, self.group)
-        slot_S = torch.arange(D * slots, device=expert_TC.device)
-        return VariableExchange(
-            torch.where(kept_TD, row_TD, most),
-            token_R[:most],
-            sent_D,
-            came_D,
-            slot_S >= came_D.sum(),
-        )
+        slot_TD = torch.where(kept_TD, row_TD, most)
+        empty_S = torch.arange(D * slots, device=expert_TC.device) >= came_D.sum()
+        return VariableExchange(slot_TD, token_R[:most], sent_D, came_D, empty_S)
