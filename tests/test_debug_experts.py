@@ -5,7 +5,7 @@ R rows, E experts, H features of a token, F features inside an expert.
 
 import copy
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -282,6 +282,8 @@ def test_what_cannot_be_fake_quantized() -> None:
     layer = GroupedLinear(E, H, F, bias=False, recipe=fake_quantize(FP8, except_experts=[1, 99]))
     for call, message in (
         (lambda: layer(torch.randn(4, H), [4, 0, 0, 0]), "has 99, and the layer has experts 0 to"),
+        (lambda: fake_quantize(cast(Any, None)), "recipe must be a grouped_linear.Recipe, got No"),
+        (lambda: fake_quantize(cast(Any, Float8BlockScaling)), "recipe is the class Float8Block"),
         (lambda: fake_quantize(DelayedScaling()), "needs a recipe without state, got Delayed"),
         (lambda: fake_quantize(FP8, ("gradient",)), "roles must be of input, weight, grad_output"),
         (lambda: fake_quantize(FP8, except_experts=[-1]), "except_experts must be numbers, got -1"),

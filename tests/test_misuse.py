@@ -239,6 +239,8 @@ def test_calls_of_the_layer() -> None:
             recipe=DelayedScaling(),
             state=DelayedScalingState(DelayedScaling(), 3),
         ),
+        lambda: DelayedScalingState(Float8BlockScaling(), 2),  # type: ignore[arg-type]
+        lambda: DelayedScalingState(DelayedScaling(), 0),
     ]
     assert_expected_inline(
         "\n".join(map(sentence, mistakes)),
@@ -251,8 +253,12 @@ grouped_linear: E must be between 1 and 1024, got 0
 grouped_linear: DelayedScaling has a state: pass state, or use GroupedLinear
 grouped_linear: state must be a grouped_linear.recipes.DelayedScalingState, got DelayedScaling()
 grouped_linear: state needs a recipe that has one, got recipe None
-group_quantize_delayed: E differs: scale has 3, offs has 2""",
+group_quantize_delayed: E differs: scale has 3, offs has 2
+DelayedScalingState: recipe must be DelayedScaling, got Float8BlockScaling()
+DelayedScalingState: num_groups must be an integer from 1 to 1024, got 0""",
     )
+    with pytest.raises(TypeError, match="weight must be a tensor, got NoneType"):
+        grouped_linear(x, None, m_splits)  # type: ignore[arg-type]
     assert layer(x, m_splits).shape == (5, 32)
     assert recipe(x, m_splits).shape == (5, 32)
 

@@ -26,6 +26,7 @@ from grouped_linear.quantized.weight import is_dtensor
 from grouped_linear.recipes import DelayedScalingState, Recipe
 from grouped_linear.recipes.format import WeightList, shown
 from grouped_linear.recipes.format import check_flags as check_flags
+from grouped_linear.recipes.recipe import check_is_recipe
 
 NAMES = "gate_up_proj", "down_proj"
 
@@ -83,12 +84,8 @@ def check_parameters_dtype(layer: str, name: str, dtype: Any) -> None:
 
 def check_recipe(layer: str, recipe: Recipe | None) -> None:
     """Raise ValueError unless it is None or an instance of Recipe."""
-    if recipe is None or isinstance(recipe, Recipe):
-        return
-    if isinstance(recipe, type) and issubclass(recipe, Recipe):
-        name = recipe.__name__
-        raise ValueError(f"{layer}: recipe is the class {name}: call it, recipe={name}()")
-    raise ValueError(f"{layer}: recipe must be None or a grouped_linear.Recipe, got {recipe!r}")
+    if recipe is not None:
+        check_is_recipe(layer, recipe, "None or a grouped_linear.Recipe")
 
 
 def check_state(op: str, *states: Any) -> None:

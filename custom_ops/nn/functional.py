@@ -76,6 +76,7 @@ def grouped_linear(
     >>> torch.allclose(y[:2], x[:2] @ weight[0].T, atol=1e-5)
     True
     """
+    check_tensor("grouped_linear", "weight", weight)
     check_parameters("grouped_linear", weight=weight, bias=bias)
     if weight.dim() != 3:
         raise RuntimeError(f"grouped_linear: weight must be [E, N, K], got {list(weight.shape)}")

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear import ops
-from grouped_linear.meta_kernels.rules import E4M3, MAX_MARGIN
+from grouped_linear.meta_kernels.rules import E4M3, MAX_GROUPS, MAX_MARGIN
 from grouped_linear.ops.constants import is_integer
 from grouped_linear.recipes.format import Format
-from grouped_linear.recipes.recipe import Recipe
+from grouped_linear.recipes.recipe import Recipe, check_is_recipe
 
 E5M2 = torch.float8_e5m2
 
@@ -144,6 +144,9 @@ class DelayedScalingState(nn.Module):
         num_groups: E.
         device: of the buffers.
 
+    Raises:
+        ValueError: for another recipe, and for numbers of groups that no op takes.
+
     Attributes:
         x, weight, dy: see :class:`OperandState`.
 
@@ -156,6 +159,14 @@ class DelayedScalingState(nn.Module):
         self, recipe: DelayedScaling, num_groups: int, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
+        check_is_recipe("DelayedScalingState", recipe)
+        if not isinstance(recipe, DelayedScaling):
+            raise ValueError(f"DelayedScalingState: recipe must be DelayedScaling, got {recipe!r}")
+        if not (is_integer(num_groups) and 1 <= num_groups <= MAX_GROUPS):
+            raise ValueError(
+                f"DelayedScalingState: num_groups must be an integer from 1 to {MAX_GROUPS}, got "
+                f"{num_groups!r}"
+            )
         self.recipe = recipe
         steps = recipe.amax_history_len
         self.x = OperandState(num_groups, steps, E4M3, device)

@@ -14,7 +14,7 @@ from grouped_linear import ops
 from grouped_linear.ops.constants import is_integer
 from grouped_linear.recipes.format import BOTH, ROWWISE, Format, Layouts, Operands
 from grouped_linear.recipes.quantize import quantize
-from grouped_linear.recipes.recipe import ROLES, Recipe
+from grouped_linear.recipes.recipe import ROLES, Recipe, check_is_recipe
 from grouped_linear.recipes.weight import quantize_weight
 
 
@@ -58,6 +58,7 @@ class FakeQuantization(Recipe):
     except_experts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_is_recipe("fake_quantize", self.recipe)
         if self.recipe.has_state:
             raise ValueError(f"fake_quantize: needs a recipe without state, got {self.recipe!r}")
         for role in self.roles:

@@ -17,6 +17,16 @@ AS_IT_IS = Format()
 ROLES = ("input", "weight", "grad_output")
 
 
+def check_is_recipe(owner: str, recipe: Any, wanted: str = "a grouped_linear.Recipe") -> None:
+    """Raise ValueError for what is no instance of Recipe, as a class of recipes is none."""
+    if isinstance(recipe, Recipe):
+        return
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        name = recipe.__name__
+        raise ValueError(f"{owner}: recipe is the class {name}: call it, recipe={name}()")
+    raise ValueError(f"{owner}: recipe must be {wanted}, got {recipe!r}")
+
+
 @dataclass(frozen=True, repr=False)
 class Recipe:
     """Which numbers a layer multiplies: a :class:`Format` for x, for the weight and for dy.
