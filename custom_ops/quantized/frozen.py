@@ -37,12 +37,7 @@ def _quantize_blocks(w_ENK: Tensor, recipe: Recipe | None) -> Parts:
 
 
 def dequantize_blocks(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``q * scale`` of each 128x128 block, rounded once: every dtype holds all e4m3 numbers.
-
-    >>> q, scale = torch.ones(144, 16).to(E4M3), torch.tensor([[2.0], [3.0]])
-    >>> dequantize_blocks(q, scale, torch.float32)[[127, 128], 0]
-    tensor([2., 3.])
-    """
+    """``q * scale`` of each 128x128 block, rounded once: every dtype holds all e4m3 numbers."""
     w, (*_, N, K) = q.to(dtype), q.shape
     whole = N // BLOCK
     per_column = scale[..., None].expand(*scale.shape, BLOCK).flatten(-2)[..., :K]

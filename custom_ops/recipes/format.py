@@ -273,11 +273,6 @@ class Format:
         return self.scaling == scaling
 
     @property
-    def is_kept_beside_master(self) -> bool:
-        """Whether a weight can be kept in this format beside its high-precision numbers."""
-        return self.scaling in ("block", "group") or self.quantize is not None
-
-    @property
     def transposes_columnwise(self) -> bool:
         """Whether the columnwise operand of a weight is FP8 data [E, K, N]."""
         return self.scaling in ("block", "group", "delayed")
@@ -287,11 +282,6 @@ class Format:
         """The format of the numbers, which fake_quantize's functions give in x's dtype."""
         format: Format | None = getattr(self.quantize, "rounds_to", None)
         return self if format is None else format.rounds_to
-
-    @property
-    def needs_state(self) -> bool:
-        """Whether it needs a state, which a layer sets."""
-        return self.scaling == "delayed" and self.state is None
 
     def __repr__(self) -> str:
         """The options that are not the defaults."""

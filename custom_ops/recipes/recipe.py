@@ -91,25 +91,19 @@ class Recipe:
         set_attribute(self, "checks_operands", not known)
         set_attribute(self, "has_linear_op", one_op)
         set_attribute(self, "has_linear_grad_op", one_op and in_fp8)
-        set_attribute(self, "has_state", any(f.needs_state for f in (x, w, dy)))
+        needs_state = (f.scaling == "delayed" and f.state is None for f in (x, w, dy))
+        set_attribute(self, "has_state", any(needs_state))
         set_attribute(self, "states", tuple(f.state for f in (x, dy) if f.state is not None))
         if in_fp8 and _round_in_blocks(x, w, dy):
             in_16_bits = {dtype: self._with_wgrad_in(dtype) for dtype in SIXTEEN_BITS}
             set_attribute(self, "with_wgrad_in", in_16_bits)
 
-    checks_operands = False
-    """Whether a call alone shows if a GEMM's operands agree, as a function's; set by this class."""
-    has_linear_op = False
-    """Whether an eager layer's forward can be one op; set by this class."""
-    has_linear_grad_op = False
-    """Whether its backward can, too; set by this class."""
-    states: ClassVar[tuple[Any, ...]] = ()
-    """Those of ``input`` and ``grad_output`` whose scales a backward reads; set by this class."""
-    with_wgrad_in: ClassVar[dict[torch.dtype, "Recipe"]] = {}
-    """A recipe of FP8 in blocks with wgrad in 16 bits instead, by its dtype; set by this class.
-
-    It follows from the formats alone, which a watched layer copies into another recipe.
-    """
+    # What follows from the formats, which a watched layer copies into another recipe.
+    checks_operands = False  # whether a call alone shows if operands agree, as a function's
+    has_linear_op = False  # whether an eager layer's forward can be one op
+    has_linear_grad_op = False  # whether its backward can, too
+    states: ClassVar[tuple[Any, ...]] = ()  # of input and grad_output: scales that a backward reads
+    with_wgrad_in: ClassVar[dict[torch.dtype, "Recipe"]] = {}  # in blocks, but wgrad in 16 bits
     has_state = False
     """Whether a layer keeps a state for it from step to step; set by this class."""
     freezes_weights_as: ClassVar[tuple[str, ...]] = ()
@@ -118,7 +112,7 @@ class Recipe:
     def keeps_weights_as(self, weights: str) -> bool:
         """Whether a layer may keep its weights in this way, "both", "fp8" or "mxfp4"."""
         if weights == "both":
-            return self.weight.is_kept_beside_master
+            return self.weight.scaling in ("block", "group") or self.weight.quantize is not None
         return weights in self.freezes_weights_as
 
     @property
