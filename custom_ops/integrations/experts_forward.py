@@ -54,14 +54,10 @@ def experts_forward(
 ) -> Tensor:
     """The function that transformers calls in place of an experts module's forward.
 
-    Args:
-        experts: a module with gate_up_proj [E, G, H], or up_proj without a gate, and down_proj
-            [E, H, F]. They are transposed if ``is_transposed``, have biases if ``has_bias``, and in
-            FP8 have block scales.
-        hidden_states: [T, H]; top_k_index and top_k_weights are [T, C].
-        top_k_index: the number E means an expert of another process and adds nothing.
-        recipe, save_gate_up_in_fp8: as registered; see :func:`set_own_recipe`.
-        lora: by a weight's name, what adapters add to it, as [E, N, K].
+    The module has gate_up_proj [E, G, H], or up_proj without a gate, and down_proj [E, H, F]; they
+    are transposed if ``is_transposed`` and have biases if ``has_bias``. Of tokens [T, H] and their
+    choices [T, C] the number E means an expert of another process and adds nothing. The options are
+    as registered, see :func:`set_own_recipe`; ``lora`` is by a weight's name, as of [E, N, K].
     """
     lora = lora or {}
     first, second = weight_names(experts)

@@ -76,11 +76,9 @@ _buffers = cache(_Buffers)
 def all_to_all_v(rows: Tensor, splits: Tensor, max_rows: int, group: str) -> Tensor:
     """Send the first splits[0] rows to process 0, the next splits[1] to process 1, and so on.
 
-    Args:
-        rows: [N, I] of any dtype; I of at least one element.
-        splits: [D] int64, on the device. Their sum is at most N.
-        max_rows: S of the result [S, I]: the rows from process 0, from process 1, ...; then zeros.
-        group: the name of the process group, whose processes call it with the same N, I and S.
+    Of rows [N, I], any dtype, and splits [D] int64 on the device, whose sum is at most N. The
+    result [max_rows, I] has the rows from process 0, from process 1, ...; then zeros. All processes
+    of the group, given by its name, call it with the same sizes.
     """
     raise NotImplementedError(f"all_to_all_v: not for {rows.device.type}")
 

@@ -210,11 +210,7 @@ class DelayedScalingState(nn.Module):
 def new_state(
     recipe: Recipe | None, num_groups: int, device: torch.device | str | None
 ) -> DelayedScalingState | None:
-    """The state that a layer keeps from step to step; None under a recipe without one.
-
-    Raises:
-        ValueError: for formats of ``DelayedScaling`` in another recipe.
-    """
+    """The state that a layer keeps from step to step; None under a recipe without one."""
     if recipe is None or not recipe.has_state:
         return None
     if not isinstance(recipe, DelayedScaling):

@@ -78,10 +78,7 @@ def call_without_writes(name: str, function: Callable[..., Any], t: Tensor, *mor
     """``function(t, *more)`` of a user's, which is not to write t: that is a caller's or saved.
 
     In a graph it gets a copy, which compilers leave out where nothing writes it, and in inference
-    mode, which counts no writes.
-
-    Raises:
-        RuntimeError: if it has written t, which cannot be taken back.
+    mode, which counts no writes. Elsewhere RuntimeError says that it has written t.
     """
     if torch.compiler.is_compiling() or t.is_inference():
         return function(t.clone(), *more)
@@ -207,11 +204,7 @@ class Format:
     """Which operand of which recipe it is, as errors name it; a recipe sets it."""
 
     def by_function(self, t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Operands:
-        """The operands that :attr:`quantize` makes; a tensor stands for both layouts.
-
-        Raises:
-            RuntimeError: if it writes t in place, or returns what no GEMM multiplies.
-        """
+        """The checked operands that :attr:`quantize` makes; a tensor stands for both layouts."""
         assert self.quantize is not None
         name = f"{self.role}: {getattr(self.quantize, '__name__', 'quantize')}"
         made: Any = call_without_writes(name, self.quantize, t, offs_E, layouts)

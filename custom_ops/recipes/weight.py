@@ -25,12 +25,9 @@ from grouped_linear.recipes.format import (
 class QuantizedWeight(NamedTuple):
     """A weight in a format, stored from one call to the next."""
 
-    values: Tensor
-    """[E, N, K]; of MXFP4 its codes, [E, N, K / 2] uint8."""
-    scale: Tensor | None
-    """The scales of ``values`` and of ``columnwise``."""
-    columnwise: Tensor | None
-    """For :func:`weight_for_dgrad`: in FP8 [E, K, N], contiguous; under MXFP8 [E, N, K]."""
+    values: Tensor  # [E, N, K]; of MXFP4 its codes, [E, N, K / 2] uint8
+    scale: Tensor | None  # the scales of ``values`` and of ``columnwise``
+    columnwise: Tensor | None  # for weight_for_dgrad: in FP8 [E, K, N], in MXFP8 [E, N, K]
 
     def each(self, op: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
         """Apply `op` to each tensor that is not None."""
@@ -62,12 +59,9 @@ def is_transposed(w_ENK: Tensor) -> bool:
 
 
 def quantize_weight(weights: WeightList, format: Format, layouts: Layouts) -> Operands:
-    """Make a weight ready for fprop (rowwise) and for dgrad (columnwise).
+    """Make a weight, [E, N, K] or E of [N, K], ready for fprop (rowwise) and dgrad (columnwise).
 
-    Args:
-        weights: one tensor [E, N, K] or E tensors [N, K].
-        format: which numbers it becomes.
-        layouts: what must be returned; the rowwise operand may be there in any case.
+    The rowwise operand may be there in any case.
     """
     is_list = weights[0].dim() == 2
     if format.quantize is not None:
@@ -185,15 +179,10 @@ def _by_function(w_ENK: Tensor, format: Format) -> QuantizedWeight:
 def refresh_weight_(
     quantized: QuantizedWeight, weights: WeightList, format: Format, refresh: Tensor | None
 ) -> None:
-    """Quantize a weight into ``quantized``.
+    """Quantize a weight, [E, N, K] or E of [N, K], into ``quantized``; ops count these writes.
 
-    Args:
-        quantized: from :func:`new_weight` or :func:`store_weight`; an op writes it, so that writes
-            are counted.
-        weights: one tensor [E, N, K] or E tensors [N, K].
-        format: its.
-        refresh: a bool of no dimensions on the weight's device, which only the device reads; false
-            leaves ``quantized`` alone. None stands for true.
+    ``refresh`` is a bool of no dimensions on the weight's device, which only the device reads:
+    false leaves ``quantized`` alone. None stands for true.
     """
     values, scale, columnwise = quantized
     if format.quantize is not None:
