@@ -4,6 +4,4 @@ A layer's :class:`torch.autograd.Function` receives one :class:`projection.Proje
 which makes operands in its recipe's formats, and the GEMMs that read them.
 """
 
-from grouped_linear.autograd import registration
-
-__all__ = ["registration"]
+from grouped_linear.autograd import registration as registration

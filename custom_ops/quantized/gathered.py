@@ -1,20 +1,37 @@
 """The whole weight that FSDP2 gathered from shards with their masters: FP8 numbers alone.
 
+And the context in which tensors that handle torch's operations below autograd make views.
+
 E experts, K in_features, N out_features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from grouped_linear.quantized.operations import views_of
 from grouped_linear.recipes import Recipe
 from grouped_linear.recipes.weight import QuantizedWeight
 
 aten = torch.ops.aten
+
+
+@contextmanager
+def views_of(t: Tensor) -> Iterator[None]:
+    """The context in which views of t's parts are made, with the parts' own version counters.
+
+    Handlers run below autograd, where a view would get a counter of its own. In inference mode
+    nothing is counted, and a view of a tensor from outside of it must be made outside too.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(t.is_inference()):
+            yield
+    else:
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            yield
 
 
 class GatheredWeight(Tensor):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, arguments_of
-from grouped_linear.quantized.operations import views_of
+from grouped_linear.quantized.gathered import views_of
 from grouped_linear.quantized.with_master import HANDLERS, GroupedTensorWithMaster, Handler
 from grouped_linear.recipes.weight import stores
 

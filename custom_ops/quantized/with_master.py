@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import Rules
-from grouped_linear.quantized.gathered import GatheredWeight
-from grouped_linear.quantized.operations import views_of
+from grouped_linear.quantized.gathered import GatheredWeight, views_of
 from grouped_linear.recipes import Float8BlockScaling, Float8CurrentScaling, Format, Recipe
 from grouped_linear.recipes.weight import QuantizedWeight, refresh_weight_, store_weight, stores
 
