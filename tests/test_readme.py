@@ -57,6 +57,23 @@ def test_figures_of_the_readme_are_those_that_are_printed() -> None:
     gradients = (timing.RESULTS / "gradient_error_20M_nvidia_h200.md").read_text()
     of_modes = gradients[gradients.index("|") :].split("\n\n")[0]
     assert of_modes in page
+    adapters = (ROOT / "docs" / "fine_tuning.md").read_text()
+    for model in ("", "gpt_oss_20b_"):
+        for on, by, ms, kernels, _, peak, *_ in rows_of(f"bench_lora_{model}compiled_{gpu}"):
+            row = f"| {by} | {ms} | {kernels} | {peak} |"
+            assert on != "attention and experts" or row in adapters
+    found = [rows_of(f"bench_expert_layer_{part}nvidia_h100_80gb_hbm3") for part in ("", "narrow_")]
+    layers = {tuple(row[:2]): row[2:] for rows in found for row in reversed(rows)}
+    names = [layer for layer in front_page.LAYERS if "Sonic" not in layer]
+    for shape in (shape for shape, layer in layers if layer == front_page.TORCH):
+        torchs, *ours = (layers[shape, layer] for layer in names)
+        row = f"| {float(torchs[0]):.2f} ms | {' | '.join(speed for _, speed, *_ in ours)} |"
+        assert row in performance
+
+
+def rows_of(record: str) -> list[list[str]]:
+    lines = (timing.RESULTS / f"{record}.md").read_text().splitlines()
+    return [[*map(str.strip, line.split("|")[1:-1])] for line in lines if line.startswith("|")]
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.stem)
