@@ -26,7 +26,7 @@ def quantize_mxfp4(w: Tensor) -> Mxfp4Weight:
     For a block, ``scale`` is the smallest power of two with ``amax <= 7 * scale``, and each code is
     the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives to ``w / scale``, ties to the even
     code. Numbers between 6 and 7 become 6, which is nearest to them; of normally distributed
-    weights the error is 11.2% of their norm (11.9% with scales that let none saturate). A block
+    weights the error is 11.2% of their norm (11.5% with scales that let none saturate). A block
     with a NaN or an infinity is NaN. Numbers of the format are kept: quantizing what
     :func:`dequantize_mxfp4` gives changes no number.
 
