@@ -61,16 +61,17 @@ class GroupedForm:
         """The names of all parameters."""
         return *self.weights, *self.biases
 
-    def fits(self, shapes: Sequence[tuple[int, ...]]) -> bool:
-        """Whether the parameters' shapes are those of experts."""
-        if len(shapes[-1 - len(self.biases)]) != 3:
-            return False
-        E, H, F = shapes[len(self.weights) - 1]
+    def shapes(self, E: int, F: int, H: int) -> list[tuple[int, ...]]:
+        """Of the parameters of E experts."""
         gate_up: list[tuple[int, ...]] = [(E, F, H), (E, F, H)]
         if self.gate_up_is_one:
             gate_up = [(E, 2 * F, H)] if self.biases else [(E, F, 2, H)]
-        biases = [(E, 2 * F), (E, H)] if self.biases else []
-        return list(shapes) == [*gate_up, (E, H, F), *biases]
+        return [*gate_up, (E, H, F), *([(E, 2 * F), (E, H)] if self.biases else [])]
+
+    def fits(self, shapes: Sequence[tuple[int, ...]]) -> bool:
+        """Whether the parameters' shapes are those of experts."""
+        down = shapes[len(self.weights) - 1]
+        return len(down) == 3 and list(shapes) == self.shapes(down[0], down[2], down[1])
 
     def experts(self, tensors: Sequence[Tensor]) -> list[Expert]:
         """Views of each expert's parameters."""
@@ -83,16 +84,12 @@ class GroupedForm:
 
     def tensors(self, experts: Sequence[Expert]) -> dict[str, Tensor]:
         """The parameters that hold these experts, by name."""
-        gate, up, down, *biases = (
-            torch.stack(list(same)) for same in zip(*experts, strict=True) if same[0] is not None
-        )
-        if not self.gate_up_is_one:
-            return dict(zip(self.weights, (gate, up, down), strict=True))
-        gate_up = torch.stack([gate, up], dim=2)  # [E, F, 2, H]
-        if not self.biases:
-            return dict(zip(self.weights, (gate_up, down), strict=True))
-        gate_up_bias = torch.stack(biases[:2], dim=2).flatten(1)
-        tensors = gate_up.flatten(1, 2), down, gate_up_bias, biases[2]
+        gate = experts[0].gate
+        tensors = [gate.new_empty(shape) for shape in self.shapes(len(experts), *gate.shape)]
+        for views, expert in zip(self.experts(tensors), experts, strict=True):
+            for view, p in zip(views, expert, strict=True):
+                if view is not None and p is not None:
+                    view.copy_(p)
         return dict(zip(self.parameters, tensors, strict=True))
 
     def activation(self, module: Any) -> SwiGLU:

@@ -131,7 +131,7 @@ class Rounded:
             w: Any = quantize_weight((t,), format, BOTH)
             if w.rowwise_scale is None:  # MXFP8: rounded already, each way
                 return Operands(w.rowwise.to(t.dtype), None, w.columnwise.to(t.dtype))
-            return _times_scales(w.rowwise, w.rowwise_scale).to(t.dtype)
+            return times_scales(w.rowwise, w.rowwise_scale).to(t.dtype)
         made = quantize(t, self.of_both, offs_E, layouts)
         if format.wgrad_dtype is None:
             columnwise = self._columnwise(made, offs_E, t)
@@ -157,8 +157,8 @@ class Rounded:
         return ops.group_dequantize_t(made.columnwise, scale, offs_E, T, t.dtype)
 
 
-def _times_scales(q_ENK: Tensor, scale: Tensor) -> Tensor:
-    """Of blocks of 128 x 128, or of experts."""
+def times_scales(q_ENK: Tensor, scale: Tensor) -> Tensor:
+    """A weight's numbers in float32, by scales of blocks of 128 x 128 or of experts."""
     if scale.dim() == 1:
         return q_ENK.float() * scale[:, None, None]
     # Not repeat_interleave: compiled for a CPU by torch 2.13 it gives garbage where it is cut off.

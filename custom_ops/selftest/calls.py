@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from grouped_linear import ops
+from grouped_linear.recipes.fake_quantize import times_scales
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 T, K, N, TOKENS = 500, 144, 288, 700
@@ -136,12 +137,7 @@ def dequantized(i: Inputs, q: Tensor, scale: Tensor, *columns: Tensor) -> tuple[
 
 def of_weight(q: Tensor, scale: Tensor, q_t: Tensor) -> tuple[Tensor, Tensor]:
     """A dequantized weight of blocks of 128 x 128, or of a scale an expert, by either layout."""
-    if scale.dim() == 1:
-        of_each = scale[:, None, None]
-    else:
-        row, column = (torch.arange(n, device=q.device) // 128 for n in q.shape[1:])
-        of_each = scale[:, row][:, :, column]
-    return q.float() * of_each, q_t.mT.float() * of_each
+    return times_scales(q, scale), times_scales(q_t.mT, scale)
 
 
 def quantized_gradients(i: Inputs) -> tuple[Tensor, ...]:
