@@ -453,7 +453,7 @@ def test_log_probabilities_come_nearer(fp8_replays: bool, seed: int) -> None:
         replayed = (log_probabilities(trainer) - expected).abs()
     assert 0.05 < differ.float().mean() < 0.2  # seen: 0.10 of tokens in a layer
     assert differ.any(-1).float().mean() > 0.2  # 0.33 in some layer
-    assert replayed.mean() < 0.8 * without.mean()  # 0.040 after 0.061
+    assert replayed.mean() < 0.8 * without.mean()  # 0.039 after 0.061
     assert replayed.max() < 0.7 * without.max()  # 0.27 or less after 0.47 or more
 
 
