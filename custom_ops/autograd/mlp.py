@@ -102,14 +102,8 @@ class Saved(NamedTuple):
     transport: Any  # of the call's tokens; None where they stay
 
     @staticmethod
-    def save(
-        ctx: Any,
-        call: MLPCall,
-        fields: tuple[Any, ...],
-        gate_up: tuple[Any, ...],
-        down: tuple[Any, ...],
-    ) -> None:
-        """Save the first fields, both Kept, the routing, the transport, and scales of steps."""
+    def save(ctx: Any, call: MLPCall, *fields: Any) -> None:
+        """Save the fields up to ``rows``, the routing, the transport, and scales of steps."""
         rows, transport = call.rows.tensors, ()
         ctx.transport = None
         if call.arriving is not None:
@@ -117,7 +111,7 @@ class Saved(NamedTuple):
             ctx.transport = call.arriving.transport.without_tensors()
         ctx.num_tensors = len(rows), len(transport)
         scales = scales_of(call.gate_up.recipe, call.down.recipe)
-        ctx.save_for_backward(*fields, *gate_up, *down, *rows, *transport, *scales)
+        ctx.save_for_backward(*fields, *rows, *transport, *scales)
 
     @classmethod
     def of(cls, ctx: Any) -> "Saved":
@@ -203,13 +197,10 @@ class GroupedMLPFunction(torch.autograd.Function):
             saved_x_TH = x_TH if needs.gate_up.weight or needs.gate_up.a or recompute else None
             bias_EH = down.bias_EN if needs.dh else None
             gate_up_again = gate_up.keep_for_fprop(gate_up_w) if recompute else (None,) * 3
-            Saved.save(
-                ctx,
-                call,
-                (weight_TC, saved_x_TH, saved_RG, saved_scale, bias_EH, *gate_up_again),
-                gate_up.keep(gate_up_w, needs.gate_up, needs.x or recompute, gate_up_term),
-                down.keep(down_w, needs.down, needs.dh, down_term),
-            )
+            fields = weight_TC, saved_x_TH, saved_RG, saved_scale, bias_EH, *gate_up_again
+            kept = gate_up.keep(gate_up_w, needs.gate_up, needs.x or recompute, gate_up_term)
+            kept += down.keep(down_w, needs.down, needs.dh, down_term)
+            Saved.save(ctx, call, *fields, *kept)
         y_TH = rows.combine(y_RH, weight_TC)
         if arriving is None:
             return y_TH

@@ -2,8 +2,6 @@
 
 transformers' experts interface lets any function that is registered under a name compute the
 experts of a model. A model is given the name; its code does not change.
-
-This module needs transformers 5.23 or newer; with an older one, importing it raises ImportError.
 """
 
 import transformers

@@ -167,11 +167,7 @@ def grouped_mlp_sorted(
     Returns:
         [R, H] of x's dtype, or autocast's; zero in rows at and past sum(m_splits).
 
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or number of features, and on CPU for wrong
-            m_splits.
-        TypeError: for an argument that is no tensor.
-        ValueError: as :func:`grouped_mlp`.
+    Raises what :func:`grouped_mlp` raises, and on CPU RuntimeError for wrong m_splits.
 
     >>> x, m_splits = torch.randn(10, 16), torch.tensor([3, 0, 5, 2])
     >>> gate_up_proj, down_proj = torch.randn(4, 64, 16), torch.randn(4, 16, 32)

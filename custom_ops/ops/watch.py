@@ -68,9 +68,6 @@ def watch_operand_(
         most: how many rows of each group are read.
         activation: the form of SwiGLU.
 
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
-
     >>> import torch
     >>> from grouped_linear.ops import group_quantize
     >>> x, offs = torch.ones(5, 128), torch.tensor([2, 5], dtype=torch.int32)
