@@ -437,6 +437,17 @@ def test_inputs_of_unknown_and_equal_sizes(device: str) -> None:
         torch.compile(mlp, backend="aot_eager")(*(t[: 3 + i].clone() for i, t in enumerate(inputs)))
 
 
+def test_one_expert_a_token_without_a_dimension_for_it() -> None:
+    """The sentence has the wanted shapes, also where sizes are symbols of Dynamo."""
+    mlp, x = GroupedMLP(E, H, F), torch.randn(7, H)
+    one = torch.rand(7, E).max(dim=-1)
+    message = r"top_k_weights \[..., C\] and top_k_index \[..., C\] differ in their tokens: \["
+    with pytest.raises(RuntimeError, match=message):
+        mlp(x, *one)
+    with pytest.raises(Exception, match=message):
+        torch.compile(mlp, fullgraph=True, dynamic=True, backend="eager")(x, *one)
+
+
 def without_dropped(experts_TC: Tensor, max_rows: int) -> Tensor:
     """The choices for which there is no room, of the sorted ones, made those of no expert."""
     order = ops.sort_by_expert(experts_TC, E).choice[max_rows:].long()

@@ -181,7 +181,7 @@ ValueError: grouped_mlp: max_rows must be None or an integer, got 2.5
 RuntimeError: grouped_mlp: top_k_index is on meta, x is on cpu
 ValueError: GroupedMLP: hidden_size must be an integer, got 16.0
 ValueError: GroupedMLP: num_experts must be an integer, got '2'
-RuntimeError: grouped_mlp: x, top_k_weights and top_k_index differ in their tokens: [5, 16], [4, 1], [4, 1]
+RuntimeError: grouped_mlp: x [..., H], top_k_weights [..., C] and top_k_index [..., C] differ in their tokens: [5, 16], [4, 1], [4, 1]
 TypeError: grouped_mlp: top_k_weights must be a tensor, got ndarray
 TypeError: grouped_mlp: top_k_index must be a tensor, got ndarray""",  # noqa: E501
     )

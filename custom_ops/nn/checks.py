@@ -328,9 +328,9 @@ def check_choices(
                     lambda: "grouped_mlp: x, top_k_weights and top_k_index differ in their tokens",
                 )
     elif not x.shape[:-1] == top_k_weights.shape[:-1] == top_k_index.shape[:-1]:
-        shapes = ", ".join(str(list(t.shape)) for t in (x, top_k_weights, top_k_index))
-        raise RuntimeError(
-            f"grouped_mlp: x, top_k_weights and top_k_index differ in their tokens: {shapes}"
+        raise RuntimeError(  # without str() of a shape, which Dynamo does not trace
+            "grouped_mlp: x [..., H], top_k_weights [..., C] and top_k_index [..., C] differ in "
+            f"their tokens: {list(x.shape)}, {list(top_k_weights.shape)}, {list(top_k_index.shape)}"
         )
     if top_k_weights.size(-1) != top_k_index.size(-1):
         raise RuntimeError(
