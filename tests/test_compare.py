@@ -200,6 +200,9 @@ def test_what_cannot_be_compared() -> None:
     layer, (x, dy) = linear(Float8BlockScaling()), arguments()
     with pytest.raises(ValueError, match=r"^compare: no backward of step reached GroupedLinear: "):
         compare(layer, lambda: layer(x, SPLITS))
+    loss: Any = layer(x, SPLITS).sum()
+    with pytest.raises(TypeError, match=r"^compare: step must be a function .*, got Tensor$"):
+        compare(layer, loss)
     delayed = linear(DelayedScaling())
     with pytest.raises(ValueError, match=r"roles=True needs a recipe without state, got Delayed"):
         compare(delayed, lambda: delayed(x, SPLITS).backward(dy), roles=True)

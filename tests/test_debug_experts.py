@@ -286,6 +286,8 @@ def test_what_cannot_be_fake_quantized() -> None:
         (lambda: fake_quantize(cast(Any, Float8BlockScaling)), "recipe is the class Float8Block"),
         (lambda: fake_quantize(DelayedScaling()), "needs a recipe without state, got Delayed"),
         (lambda: fake_quantize(FP8, ("gradient",)), "roles must be of input, weight, grad_output"),
+        (lambda: fake_quantize(FP8, "weight"), "roles must be a list, got 'weight'"),
+        (lambda: fake_quantize(FP8, except_experts=cast(Any, 3)), "experts must be a list, got 3"),
         (lambda: fake_quantize(FP8, except_experts=[-1]), "except_experts must be numbers, got -1"),
         (
             lambda: fake_quantize(Recipe(Format(quantize=as_it_is)), except_experts=[1]),

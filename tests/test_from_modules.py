@@ -216,6 +216,9 @@ def test_mistakes() -> None:
     ]
     said = [sentence(lambda m=m: GroupedLinear.from_linears(m)) for m in linears]
     said += [sentence(lambda m=m: GroupedMLP.from_experts(m)) for m in experts]
+    no_lists: list[Any] = [Expert(), None, ["w1"]]
+    said += [sentence(lambda m=m: GroupedMLP.from_experts(m), TypeError) for m in no_lists]
+    said.append(sentence(lambda: GroupedLinear.from_linears(no_lists[0]), TypeError))
     assert_expected_inline(
         "\n".join(said),
         """\
@@ -235,7 +238,11 @@ GroupedMLP.from_experts: modules are not SwiGLU by their shapes: w1.weight [48, 
 GroupedMLP.from_experts: modules differ in their parameters' requires_grad
 GroupedMLP.from_experts: w1.weight and w3.weight become one parameter: let both require grad, or neither
 GroupedMLP.from_experts: modules differ in their parameters' names, shapes or dtypes
-GroupedMLP.from_experts: modules share parameters, which would be lost""",  # noqa: E501
+GroupedMLP.from_experts: modules share parameters, which would be lost
+GroupedMLP.from_experts: needs a list of modules, one an expert, got Expert
+GroupedMLP.from_experts: needs a list of modules, one an expert, got NoneType
+GroupedMLP.from_experts: needs a list of modules, one an expert, got str
+GroupedLinear.from_linears: needs a list of modules, one an expert, got Expert""",  # noqa: E501
     )
 
 

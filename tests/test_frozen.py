@@ -151,6 +151,7 @@ def test_errors() -> None:
         lambda: make_layer(cache_weights=True),
         lambda: make_layer(fuse_wgrad_accumulation=True),
         lambda: make_layer(single_grouped_weight=False),
+        lambda: make_layer(single_grouped_weight=False, weights="int8"),
         lambda: make_layer(MLP, recipe=None),
         lambda: make_layer(MLP, fuse_wgrad_accumulation=True),
         lambda: layer.requires_grad_(True),
@@ -172,6 +173,7 @@ GroupedLinear: weights='fp8' needs the recipe Float8BlockScaling, got MXFP8Block
 GroupedLinear: cache_weights keeps what weights='fp8' has already: choose one of them
 GroupedLinear: weights='fp8' is frozen and has no gradient: leave fuse_wgrad_accumulation out
 GroupedLinear: weights='fp8' needs single_grouped_weight=True
+GroupedLinear: weights must be None, 'both', 'fp8' or 'mxfp4', got 'int8'
 GroupedMLP: weights='fp8' needs the recipe Float8BlockScaling, got None
 GroupedMLP: weights='fp8' is frozen and has no gradient: leave fuse_wgrad_accumulation out
 only Tensors of floating point dtype can require gradients

@@ -8,6 +8,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    check_batch_invariant,
+    compare,
     convert,
+    record_routing,
+    watch,
 )
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_bits, assert_same_tensors
@@ -372,6 +377,9 @@ def test_what_is_no_model_and_no_option() -> None:
     said.append(sentence(lambda: convert(Block(), **wrong), TypeError))
     wrong = {"save_gate_up_in_fp8": 1}
     said.append(sentence(lambda: convert(Block(), **wrong)))
+    for look in (watch, check_batch_invariant, partial(compare, step=print)):
+        said.append(sentence(lambda look=look: look(Block), TypeError))
+    said.append(sentence(record_routing("qwen", 1, 2).__enter__, TypeError))
     assert_expected_inline(
         "\n".join(said),
         """\
@@ -379,7 +387,11 @@ convert: model must be a torch.nn.Module, got None
 convert: model must be a torch.nn.Module, got the class Block: make a model of it
 convert: model must be a torch.nn.Module, got a list
 convert() got an unexpected keyword argument 'weigths'
-convert: save_gate_up_in_fp8 must be True or False, got 1""",
+convert: save_gate_up_in_fp8 must be True or False, got 1
+watch: model must be a torch.nn.Module, got the class Block: make a model of it
+check_batch_invariant: model must be a torch.nn.Module, got the class Block: make a model of it
+compare: model must be a torch.nn.Module, got the class Block: make a model of it
+record_routing: model must be a torch.nn.Module, got a str""",
     )
 
 

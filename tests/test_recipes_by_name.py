@@ -101,9 +101,9 @@ def test_wrong_patterns_and_recipes() -> None:
         "convert: no experts have a name that matches 'layers.0.*' of recipes: names are whole, as "
         "'0'"
     )
-    assert (
-        refused([("1", None)]) == "convert: recipes must map patterns of names to recipes, got list"
-    )
+    maps = "convert: recipes must map patterns of names to recipes, as {'model.layers.0.*': None}"
+    assert refused([("1", None)]) == f"{maps}, got list: recipe= is that of all experts"
+    assert refused(FP8) == f"{maps}, got Float8BlockScaling: recipe= is that of all experts"
     assert refused({1: None}) == "convert: a pattern of recipes must be a string, got 1"
     assert refused({"1": "fp8"}).startswith("convert: recipes['1']: recipe must be None or")
     assert refused({"1": DelayedScaling()}, weights="fp8").startswith(

@@ -136,7 +136,7 @@ RuntimeError: GroupedLinear: is_first_microbatch must be None, a bool or a 0-D b
 RuntimeError: GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 0-D bool on meta
 ValueError: GroupedLinear: is_first_microbatch needs cache_weights=True under the recipe Float8BlockScaling
 RuntimeError: GroupedLinear: is_first_microbatch=False reads the weight cache, which holds no weight yet, or none since parameters were loaded, drawn or moved: call with True
-ValueError: GroupedLinear: recipe must be None or a grouped_linear.Recipe, got 'fp8'
+ValueError: GroupedLinear: recipe must be None or a grouped_linear.Recipe, as Float8BlockScaling(), got 'fp8'
 ValueError: GroupedLinear: recipe is the class Float8BlockScaling: call it, recipe=Float8BlockScaling()
 ValueError: GroupedLinear: bias must be True or False, got np.True_
 ValueError: GroupedLinear: cache_weights must be True or False, got 'no'

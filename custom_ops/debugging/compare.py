@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from grouped_linear.integrations.conversion import aligned
 from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.wrappers import named_unwrapped
+from grouped_linear.nn.checks import check_model
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.quantized.frozen import KeepsFrozen, frozen_of
@@ -94,6 +95,7 @@ def compare(
     Raises:
         ValueError: for a model without such layers, with experts of a checkpoint in FP8 or sharded
             ones, or if no backward reached one of them.
+        TypeError: if `model` is not a module, or `step` no function.
 
     >>> from grouped_linear import Float8BlockScaling, GroupedLinear
     >>> layer = GroupedLinear(2, 128, 64, bias=False, recipe=Float8BlockScaling())
@@ -102,6 +104,12 @@ def compare(
     >>> [(d.tensor, 0.01 < d.difference < 0.06) for d in found.differences]
     [('output', True), ('x', True), ('weight', True)]
     """
+    check_model("compare", model)
+    if not callable(step):
+        raise TypeError(
+            "compare: step must be a function that runs a forward and a backward, as "
+            f"lambda: model(x).sum().backward(), got {type(step).__name__}"
+        )
     layers: dict[str, Experts] = {}
     without: list[str] = []
     recipes_of: dict[str, dict[str, Recipe]] = {}

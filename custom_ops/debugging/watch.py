@@ -18,6 +18,7 @@ from grouped_linear.integrations.grouped_experts import as_matrices
 from grouped_linear.integrations.wrappers import named_unwrapped, sizes_before_fsdp
 from grouped_linear.meta_kernels.rules import ceil_div
 from grouped_linear.meta_kernels.watch import MAXIMA
+from grouped_linear.nn.checks import check_model
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.grouped_layer import GroupedLayer
 from grouped_linear.nn.watched import WatchedLayer
@@ -47,6 +48,7 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, every: int, rows: int | None, to: Destination) -> None:
+        check_model("watch", model)
         for name, given in (("every", every), ("rows", 1 if rows is None else rows)):
             if not is_integer(given) or given < 1:
                 raise ValueError(f"watch: {name} must be a positive integer, got {given!r}")
@@ -245,6 +247,7 @@ def watch(
     Raises:
         ValueError: for a model without such layers, or one of whose layers is watched already; for
             a wrong option.
+        TypeError: if `model` is not a module.
 
     >>> from grouped_linear import Float8BlockScaling, GroupedMLP
     >>> model = GroupedMLP(4, 128, 256, recipe=Float8BlockScaling())

@@ -8,6 +8,7 @@ from grouped_linear.integrations.converted_class import class_before
 from grouped_linear.integrations.experts import experts_of
 from grouped_linear.integrations.wrappers import adapted
 from grouped_linear.loading import host_module
+from grouped_linear.nn.checks import check_model
 from grouped_linear.recipes import Recipe
 
 
@@ -26,6 +27,7 @@ def check_batch_invariant(model: nn.Module) -> None:
     Raises:
         ValueError: that names a layer and why it cannot promise this; and for a model that has
             none of these layers.
+        TypeError: if `model` is not a module.
 
     >>> from grouped_linear import Float8CurrentScaling, GroupedMLP
     >>> check_batch_invariant(GroupedMLP(4, 16, 32, recipe=Float8CurrentScaling()))
@@ -33,6 +35,7 @@ def check_batch_invariant(model: nn.Module) -> None:
     ValueError: check_batch_invariant: GroupedMLP: Float8CurrentScaling() has scales that all rows
     of an expert share, so a token's bits follow its batch
     """
+    check_model("check_batch_invariant", model)
     found, has_adapters = False, adapted(model)
     module: Any
     for name, module in model.named_modules():

@@ -23,7 +23,7 @@ from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.look_alikes import look_alikes
 from grouped_linear.integrations.request import Changes, Request, warn_of_others_that_hold
 from grouped_linear.integrations.wrappers import adapted, have_peft_ask
-from grouped_linear.nn.checks import check_flags, check_recipe
+from grouped_linear.nn.checks import check_flags, check_model, check_recipe
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.quantized.weight import Weights, check_weights_kept
@@ -138,18 +138,16 @@ def convert(
 
 def _check(model: Any, request: Request) -> None:
     """Raise for arguments that no model could be converted with."""
-    if not isinstance(model, nn.Module):
-        got = "None" if model is None else f"a {type(model).__name__}"
-        if isinstance(model, type):
-            got = f"the class {model.__name__}: make a model of it"
-        raise TypeError(f"convert: model must be a torch.nn.Module, got {got}")
+    check_model("convert", model)
     check_recipe("convert", request.recipe)
     check_flags("convert", save_gate_up_in_fp8=request.save_gate_up_in_fp8)
     check_weights_kept("convert", request.recipe, request.weights)
     recipes: Any = request.recipes
     if not isinstance(recipes, Mapping):
         raise ValueError(
-            f"convert: recipes must map patterns of names to recipes, got {type(recipes).__name__}"
+            "convert: recipes must map patterns of names to recipes, as "
+            f"{{'model.layers.0.*': None}}, got {type(recipes).__name__}: recipe= is that of all "
+            "experts"
         )
     for pattern, recipe in recipes.items():
         if not isinstance(pattern, str):

@@ -30,6 +30,7 @@ from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.peft_merge import check_merge
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
+from grouped_linear.nn.checks import check_model
 from grouped_linear.nn.lora import MAX_RANK, Lora, LoraWeights
 from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.quantized.weight import is_dtensor
@@ -74,6 +75,7 @@ def use_grouped_adapters(model: nn.Module, *, dropout: float | None = None) -> t
             adapters on another parameter of experts than their weights, of another dtype than
             bfloat16, float16 and float32, or of a rank above 256; for a dropout out of range. The
             model is then unchanged.
+        TypeError: if `model` is not a module.
 
     >>> from peft import LoraConfig, get_peft_model
     >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -88,6 +90,7 @@ def use_grouped_adapters(model: nn.Module, *, dropout: float | None = None) -> t
     'model.layers.0.mlp.experts.down_proj'
     """
     op = "use_grouped_adapters"
+    check_model(op, model)
     found = dict(_wrappers_of_experts(model))
     if not found:
         raise ValueError(
@@ -121,9 +124,17 @@ def for_packed_experts(config: lora.LoraConfig) -> lora.LoraConfig:
     Args:
         config: with ``target_parameters`` on experts. It is changed and returned.
 
+    Raises:
+        TypeError: if `config` is not a LoraConfig.
+
     >>> from peft import LoraConfig
     >>> config = for_packed_experts(LoraConfig(target_parameters=["mlp.experts.down_proj"]))
     """
+    if not isinstance(config, lora.LoraConfig):
+        raise TypeError(
+            "for_packed_experts: config must be a LoraConfig, for get_peft_model(model, config), "
+            f"got {type(config).__name__}"
+        )
     config._register_custom_module(dict.fromkeys((KeepsFrozen, FP8Experts), _wrapper_of_packed))
     return config
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.wrappers import named_unwrapped, unwrapped
+from grouped_linear.nn.checks import check_model
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Router:
 
 def routers_of(op: str, model: nn.Module) -> list[Router]:
     """The routers of a model's layers with experts, in their order, without wrappers."""
+    check_model(op, model)
     modules = dict(named_unwrapped(model))
     found: dict[nn.Module, Router] = {}
     for name, experts in modules.items():

@@ -105,6 +105,7 @@ def record_routing(
             torch.topk; in the model, for tokens that are no `batch_size` sequences, for more than
             `max_tokens` of them, for a part of them where gradients are recorded, and in
             ``generate`` for beams, prompt lookup, an assistant and continuous batching.
+        TypeError: if `model` is not a module.
 
     >>> from transformers import MixtralConfig, MixtralForCausalLM
     >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,

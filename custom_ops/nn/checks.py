@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grouped_linear.autograd.low_rank import Adapter
 from grouped_linear.autograd.projection import Projection
@@ -40,6 +40,16 @@ def check_options(
     check_flags(layer, cache_weights=cache_weights, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
     check_parameters_dtype(layer, "dtype", dtype)
     check_recipe(layer, recipe)
+
+
+def check_model(op: str, model: Any) -> None:
+    """Raise TypeError for what is no module, as a class or a name."""
+    if isinstance(model, nn.Module):
+        return
+    got = "None" if model is None else f"a {type(model).__name__}"
+    if isinstance(model, type):
+        got = f"the class {model.__name__}: make a model of it"
+    raise TypeError(f"{op}: model must be a torch.nn.Module, got {got}")
 
 
 def check_num_groups(layer: str, name: str, number: int) -> None:
@@ -85,7 +95,7 @@ def check_parameters_dtype(layer: str, name: str, dtype: Any) -> None:
 def check_recipe(layer: str, recipe: Recipe | None) -> None:
     """Raise ValueError unless it is None or an instance of Recipe."""
     if recipe is not None:
-        check_is_recipe(layer, recipe, "None or a grouped_linear.Recipe")
+        check_is_recipe(layer, recipe, "None or a grouped_linear.Recipe, as Float8BlockScaling()")
 
 
 def check_state(op: str, *states: Any) -> None:

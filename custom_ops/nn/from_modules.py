@@ -4,6 +4,7 @@ E experts, H features of a token, F features inside an expert, N out_features, K
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ def swiglu_names(expert: nn.Module) -> Names | None:
 
 def stack_linears(op: str, linears: Iterable[nn.Module]) -> Parameters:
     """The weights of torch.nn.Linear as weight [E, N, K], their biases as bias [E, N]."""
-    experts = tuple(linears)
+    experts = _listed(op, linears)
     if not experts or any(type(one) is not nn.Linear for one in experts):
         got = ", ".join(sorted({type(one).__name__ for one in experts}))
         raise ValueError(f"{op}: modules must be torch.nn.Linear, got {got or 'no module'}")
@@ -42,7 +43,7 @@ def stack_linears(op: str, linears: Iterable[nn.Module]) -> Parameters:
 
 def stack_experts(op: str, modules: Iterable[nn.Module]) -> Parameters:
     """The weights of SwiGLU experts as gate_up_proj [E, 2 F, H] and down_proj [E, H, F]."""
-    experts = tuple(modules)
+    experts = _listed(op, modules)
     names = swiglu_names(experts[0]) if experts else None
     if names is None:
         got = ", ".join(_names(experts[0])) if experts else "no module"
@@ -82,6 +83,15 @@ def fill(layer: nn.Module, parameters: Parameters) -> None:
     for state in layer.children():  # scales and caches
         state.to_empty(device=device).reset()  # type: ignore[operator]
     layer.load_state_dict(parameters, strict=False, assign=True)
+
+
+def _listed(op: str, modules: Any) -> tuple[nn.Module, ...]:
+    """The modules of a list; TypeError for anything else, as the block that holds the list."""
+    given = tuple(modules) if isinstance(modules, Iterable) else ()
+    if not isinstance(modules, Iterable) or not all(isinstance(one, nn.Module) for one in given):
+        got = next((one for one in given if not isinstance(one, nn.Module)), modules)
+        raise TypeError(f"{op}: needs a list of modules, one an expert, got {type(got).__name__}")
+    return given
 
 
 def _names(module: nn.Module) -> list[str]:

@@ -144,6 +144,7 @@ class GroupedLinear(GroupedLayer):
         Raises:
             ValueError: for modules that are no torch.nn.Linear, differ, are sharded, or have what
                 would be lost: hooks, buffers, a second owner.
+            TypeError: for what is no list of modules.
 
         >>> linears, x = nn.ModuleList(nn.Linear(16, 32) for _ in range(2)), torch.randn(7, 16)
         >>> y = GroupedLinear.from_linears(linears)(x, torch.tensor([4, 3]))

@@ -174,6 +174,7 @@ class GroupedMLP(GroupedLayer):
         Raises:
             ValueError: for experts that compute something else, differ, are sharded, or have what
                 would be lost: hooks, buffers, parametrizations, a second owner.
+            TypeError: for what is no list of modules.
 
         >>> class Expert(nn.Module):
         ...     def __init__(self):

@@ -33,8 +33,9 @@ def fake_quantize(
             has, where experts are spread over processes.
 
     Raises:
-        ValueError: for a recipe with a state, another role, an expert that is no number, and
-            experts under a format of your own; in a layer, for an expert that it does not have.
+        ValueError: for a recipe with a state, another role, an expert that is no number, roles or
+            experts that are no list, and experts under a format of your own; in a layer, for an
+            expert that it does not have.
 
     >>> from grouped_linear import Float8BlockScaling, convert
     >>> forward_alone = fake_quantize(Float8BlockScaling(), ("input", "weight"))
@@ -43,6 +44,9 @@ def fake_quantize(
     >>> forward_alone.grad_output
     Format()
     """
+    for name, given in (("roles", roles), ("except_experts", except_experts)):
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ValueError(f"fake_quantize: {name} must be a list, got {given!r}")
     return FakeQuantization(recipe, tuple(roles), tuple(except_experts))
 
 

@@ -22,7 +22,7 @@ from grouped_linear.nn.checks import (
 from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.projection import autocast_dtype
 from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.weight import Weights, is_dtensor, local_part
+from grouped_linear.quantized.weight import NEEDS, Weights, is_dtensor, local_part
 from grouped_linear.recipes import Recipe
 from grouped_linear.te.deferred import Deferred, compute_oldest, defer, watch
 
@@ -129,7 +129,8 @@ class GroupedLinear(linear.GroupedLinear):
             "get_rng_state_tracker", get_rng_state_tracker, "that returns an object with fork()"
         )
         check_parameters_dtype("GroupedLinear", "params_dtype", params_dtype)
-        if weights is not None and not single_grouped_weight:
+        # The base class refuses other words.
+        if weights in tuple(NEEDS) and not single_grouped_weight:
             raise ValueError(f"GroupedLinear: weights={weights!r} needs single_grouped_weight=True")
         if save_original_input and isinstance(recipe, Recipe) and recipe.has_state:
             raise ValueError(

@@ -1,7 +1,7 @@
 """PEFT's adapters over experts in MXFP4, beside PEFT's over dequantized weights."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -136,7 +136,14 @@ def test_refused(folder: Path) -> None:
     whole = for_packed_experts(peft.LoraConfig(target_modules=["experts"]))
     with pytest.raises(ValueError, match=r"Target module Grouped.*is not supported"):  # by PEFT
         peft.get_peft_model(packed(folder), whole)
-    model = ours(folder)
+    model: Any = ours(folder)
+    assert sentence(lambda: for_packed_experts(model), (TypeError,)) == (
+        "for_packed_experts: config must be a LoraConfig, for get_peft_model(model, config), got "
+        "PeftModel"
+    )
+    assert sentence(lambda: use_grouped_adapters(cast(Any, folder)), (TypeError,)).startswith(
+        "use_grouped_adapters: model must be a torch.nn.Module, got a "
+    )
     before = model(IDS).logits
     for merge in (model.merge_adapter, model.merge_and_unload):
         assert "is in MXFP4 and stays as it is" in sentence(merge)
