@@ -22,12 +22,10 @@ from grouped_linear.meta_kernels.rules import (
 
 def _check_blocks(rules: Rules, K: int) -> None:
     rules.check(
-        K > 0 and K % MX_BLOCK == 0,
-        lambda: f"K must be a positive multiple of {MX_BLOCK}, got {K}",
+        K > 0 and K % MX_BLOCK == 0, lambda: f"K must be a positive multiple of {MX_BLOCK}, got {K}"
     )
     rules.check(
-        at_most(K, MAX_MXFP4_FEATURES),
-        lambda: f"K must be at most {MAX_MXFP4_FEATURES}, got {K}",
+        at_most(K, MAX_MXFP4_FEATURES), lambda: f"K must be at most {MAX_MXFP4_FEATURES}, got {K}"
     )
 
 

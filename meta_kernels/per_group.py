@@ -114,6 +114,5 @@ def _check_state(rules: Rules, scale: Tensor, history: Tensor, largest: float) -
     rules.count("amax_history", "rows", history.size(0))
     rules.contiguous("amax_history")
     rules.check(
-        0 < largest <= FLOAT32_MAX,
-        lambda: f"fp8_max must be positive and finite, got {largest:g}",
+        0 < largest <= FLOAT32_MAX, lambda: f"fp8_max must be positive and finite, got {largest:g}"
     )

@@ -298,8 +298,7 @@ class Rules:
         a_low, b_low = self.arguments["a_low"], self.arguments["b_low"]
         given = "b_low" if a_low is None else "a_low"
         self.check(
-            (a_low is None) == (b_low is None),
-            lambda: f"give a_low and b_low, got {given} alone",
+            (a_low is None) == (b_low is None), lambda: f"give a_low and b_low, got {given} alone"
         )
         if a_low is None:
             return

@@ -145,8 +145,7 @@ def _check_rows(rules: Rules, c: Any) -> tuple[str, int, int]:
         rules.device(name, "stats")
         T, columns = c.gate_up.shape
         rules.check(
-            columns % 2 == 0,
-            lambda: f"gate_up must have an even number of columns, got {columns}",
+            columns % 2 == 0, lambda: f"gate_up must have an even number of columns, got {columns}"
         )
         rules.features("F", columns // 2)
         rules.check(c.rows is None, lambda: "rows are of x, and gate_up has them already")

@@ -251,16 +251,12 @@ class GroupedMLPFunction(torch.autograd.Function):
             more_dh_RF = None if beside is None else adapter.input(beside.product(offs_E))
             layouts = Layouts(needs.x, needs.gate_up.weight, needs.gate_up.bias)
             formats = gate_up.recipe.grad_output, layouts, down.recipe.input, needs.down.weight
-            (d_gate_up, h, d_weight_R), d_gate_up_RG, h_RF = grads_of_gate_up(
-                down.dgrad(dy, saved.down, offs_E, dtype, term),
-                more_dh_RF,
-                gate_up_RG,
-                weight_R,
-                ctx.activation,
-                GradFormats(*formats),
-                keep=needs.down.a or gate_up.adapter is not None,
-            )
-            del more_dh_RF, gate_up_RG  # as below: lowers the peak memory of an eager step
+            keep = needs.down.a or gate_up.adapter is not None
+            dgrad = down.dgrad(dy, saved.down, offs_E, dtype, term)
+            inputs = dgrad, more_dh_RF, gate_up_RG, weight_R, ctx.activation, GradFormats(*formats)
+            (d_gate_up, h, d_weight_R), d_gate_up_RG, h_RF = grads_of_gate_up(*inputs, keep)
+            # As below, this lowers the peak memory of an eager step.
+            del dgrad, inputs, more_dh_RF, gate_up_RG
         elif needs.down.weight or needs.down.a:
             h_RF = weighted_h(gate_up_RG, weight_R, offs_E, ctx.activation)
             if needs.down.weight:

@@ -125,26 +125,16 @@ class Projection(NamedTuple):
         return self.stored.columnwise is None and self.recipe.weight.transposes_columnwise
 
     def fprop(
-        self,
-        x: Operands,
-        w: Operands,
-        offs_E: Tensor,
-        dtype: torch.dtype,
-        low_rank: LowRankTerm | None,
+        self, x: Operands, w: Operands, offs_E: Tensor, dtype: torch.dtype, term: LowRankTerm | None
     ) -> Gemm:
         """``x[t] @ weight[e].T + bias[e]`` of rowwise x, in x's dtype."""
         bias_EN = None if self.bias_EN is None else self.bias_EN.to(dtype)
         if self.recipe.checks_operands:
             self.recipe.check_operands("fprop", *x[:2], *w[:2])
-        return Gemm(x, w, offs_E, dtype, bias_EN, True, low_rank)
+        return Gemm(x, w, offs_E, dtype, bias_EN, True, term)
 
     def dgrad(
-        self,
-        dy: Operands,
-        kept: Kept,
-        offs_E: Tensor,
-        dtype: torch.dtype,
-        low_rank: LowRankTerm | None,
+        self, dy: Operands, kept: Kept, offs_E: Tensor, dtype: torch.dtype, term: LowRankTerm | None
     ) -> Gemm:
         """``dy[t] @ weight[e]`` of rowwise dy."""
         columnwise, scale = kept[:2]
@@ -161,7 +151,7 @@ class Projection(NamedTuple):
             w = weight_for_dgrad(columnwise, scale, self.recipe.weight)
         if self.recipe.checks_operands:
             self.recipe.check_operands("dgrad", *dy[:2], *w[2:4])
-        return Gemm(dy, w, offs_E, dtype, None, False, low_rank)
+        return Gemm(dy, w, offs_E, dtype, None, False, term)
 
     def wgrad(self, dy: Operands, x: Operands, offs_E: Tensor) -> Wgrad:
         """The weight gradient of columnwise dy and x."""

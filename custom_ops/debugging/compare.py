@@ -69,11 +69,7 @@ class Comparison:
 
 
 def compare(
-    model: nn.Module,
-    step: Callable[[], Any],
-    *,
-    roles: bool = False,
-    compiled: bool = False,
+    model: nn.Module, step: Callable[[], Any], *, roles: bool = False, compiled: bool = False
 ) -> Comparison:
     """Compute each layer under its recipe and without a recipe, on the inputs of a step.
 

@@ -285,9 +285,7 @@ CALLS = (
         lambda i: [valid(i.x)] * 2,
     ),
     quantized(
-        "quantize_weight",
-        lambda i: of_weight(*_ops.quantize_weight(i.w)),
-        lambda i: [i.w] * 2,
+        "quantize_weight", lambda i: of_weight(*_ops.quantize_weight(i.w)), lambda i: [i.w] * 2
     ),
     quantized(
         "quantize_weight_current",
