@@ -14,11 +14,8 @@ SHAPE = re.compile(r"\[[\w.]+ (\[[\d, ]*\])\]")
 
 
 def saved_tensors(ctx: Any, layer: str) -> Any:
-    """``ctx.saved_tensors``; if one was written since, RuntimeError in the layer's words.
-
-    A compiled backward has the engine's words.
-    """
-    if torch.compiler.is_compiling():
+    """``ctx.saved_tensors``; if one was written since, RuntimeError in the layer's words."""
+    if torch.compiler.is_compiling():  # which has the engine's words
         return ctx.saved_tensors
     try:
         return ctx.saved_tensors

@@ -46,7 +46,6 @@ class KeptWeights(NamedTuple):
     """Their bytes in high precision, or another way to keep them."""
 
     def __str__(self) -> str:
-        """As the report has it."""
         return f"{self.kind}, {_size(self.nbytes)}" + (f" ({self.note})" if self.note else "")
 
 
@@ -69,7 +68,6 @@ class Conversion:
     """Other recipes, by patterns of the experts' names."""
 
     def __repr__(self) -> str:
-        """The table."""
         alike: dict[tuple[str, ...], list[ConvertedExperts]] = {}
         for one in self.converted:
             key = _pattern(one.name), one.form, str(one.num_experts), one.path

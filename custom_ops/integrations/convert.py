@@ -193,7 +193,6 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
 def _report(
     model: nn.Module, found: Mapping[str, Experts], request: Request, changes: Changes
 ) -> Conversion:
-    """The report of converted experts, by names in ``named_modules``."""
     has_adapters, converted = adapted(model), []
     for name, experts in found.items():
         module = experts.module

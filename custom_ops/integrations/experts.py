@@ -53,7 +53,6 @@ def goes_through_interface(module: nn.Module) -> bool:
 
 
 def _layer(module: Any) -> Experts | None:
-    """A GroupedLinear or a GroupedMLP."""
     if not isinstance(module, GroupedLinear | GroupedMLP):
         return None
     weights: tuple[str, ...] = ("weight",)

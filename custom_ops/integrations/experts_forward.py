@@ -172,10 +172,7 @@ class _TransposedStandIn(torch.autograd.Function):
 
 
 def storage_of(experts: Any) -> str | None:
-    """How weights are kept that are in few bits and do not learn: "fp8" or "mxfp4", else None.
-
-    As a checkpoint is loaded, or as ``convert(weights=...)`` keeps them.
-    """
+    """How weights are kept, as loaded or by convert, that do not learn: "fp8", "mxfp4" or None."""
     for frozen in frozen_of(experts).values():
         return frozen.weights
     scale = experts._parameters.get(weight_names(experts)[1] + SCALE)  # PEFT parametrizes none

@@ -86,10 +86,7 @@ def check(model: nn.Module, experts: Mapping[str, Any], request: Request) -> Non
 def convert(
     model: nn.Module, experts: Mapping[str, Any], request: Request, changes: Changes
 ) -> None:
-    """Have experts compute here: an implementation of the recipe is chosen, weights are kept.
-
-    PEFT's adapters on them are grouped.
-    """
+    """Have experts compute here: choose an implementation, group PEFT's adapters, keep weights."""
     around = modules_around(model, experts.values())
     separate_configs(model, around, experts.values())
     _choose(model, experts, implementation_of(request))
@@ -225,7 +222,6 @@ def _check_can_freeze(where: str, experts: Any, model: nn.Module, weights: Weigh
 
 
 def _check(where: str, experts: Any, recipe: Recipe | None, save_gate_up_in_fp8: bool) -> None:
-    """Raise ValueError for experts that the recipe or the kernels cannot compute."""
     check_activation(where, experts, save_gate_up_in_fp8)
     if experts.config._experts_implementation == "deepgemm_megamoe":
         raise ValueError(

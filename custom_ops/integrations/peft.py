@@ -190,7 +190,6 @@ def _wrappers_of_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _check(where: str, wrapper: Any) -> None:
-    """Raise ValueError for adapters that cannot be grouped."""
     experts, name = wrapper.get_base_layer(), wrapper.parameter_name
     if type(wrapper) not in (lora.ParamWrapper, ParamWrapper) or "forward" in vars(wrapper):
         raise ValueError(
@@ -223,7 +222,6 @@ def _check(where: str, wrapper: Any) -> None:
 
 
 def _check_rank(where: str, rank: int) -> None:
-    """Raise ValueError for a rank that no kernel takes."""
     if rank > MAX_RANK:
         raise ValueError(f"{where} must have a rank of at most {MAX_RANK}, got {rank}")
 

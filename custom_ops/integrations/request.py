@@ -106,10 +106,7 @@ def replace_parameter(changes: Changes, module: nn.Module, name: str, w: Tensor)
 def freeze_parameter(
     changes: Changes, module: Any, name: str, weight: Any, request: Request, dtype: torch.dtype
 ) -> None:
-    """Freeze a parameter of a module, as ``KeepsFrozen.freeze`` does.
-
-    The attributes that others have set stay.
-    """
+    """Freeze a parameter, as ``KeepsFrozen.freeze`` does. What others have set on it stays."""
     old: nn.Parameter = module.get_parameter(name)
     attributes = _set_by_others(old)
     module.freeze(name, weight, request.recipe, dtype, weights=request.weights)

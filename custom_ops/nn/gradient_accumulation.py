@@ -55,10 +55,7 @@ def fills(first: Tensor | bool | None) -> bool:
 def cached_weight(
     layer: str, cache: WeightCache | None, weights: WeightList, first: Tensor | bool | None
 ) -> tuple[QuantizedWeight | None, Tensor | bool]:
-    """Return the cached weight that a call reads, and whether the call fills it first.
-
-    None if it quantizes the weight.
-    """
+    """Return the cached weight that a call reads, or None, and whether the call fills it first."""
     if first is None or cache is None:
         return None, False
     # A graph must not depend on the cache's contents. In a compiled call an empty cache gives NaN.

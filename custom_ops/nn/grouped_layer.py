@@ -138,7 +138,6 @@ class GroupedLayer(KeepsFrozen):
             nn.init.zeros_(b)
 
     def _adapter(self, name: str) -> Adapter | None:
-        """The adapter of a weight in this call."""
         lora = self._adapters.get(name)
         if lora is None:
             return None

@@ -288,7 +288,6 @@ class GroupedMLP(GroupedLayer):
     def _projections(
         self, x: Tensor, is_first_microbatch: Tensor | bool | None
     ) -> tuple[Projection, Projection]:
-        """Those of gate_up_proj and of down_proj in a call."""
         stores_weight = self.gate_up_proj_cache is not None or self.weights is not None
         first = read_flag("GroupedMLP", is_first_microbatch, x, self._recipe, stores_weight)
         weight, bias = {"gate_up_proj": self.gate_up_proj}, self.gate_up_proj_bias

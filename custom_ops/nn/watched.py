@@ -14,7 +14,7 @@ from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FP8
 from grouped_linear.meta_kernels.watch import COLUMNS, MAXIMA, WATCH_COLUMNS
 from grouped_linear.recipes import Recipe
-from grouped_linear.recipes.format import Format, Layouts, Operands, WeightList
+from grouped_linear.recipes.format import Device, Format, Layouts, Operands, WeightList
 from grouped_linear.recipes.quantize import Gathered, Source, SwigluGradOf, SwigluOf
 from grouped_linear.recipes.recipe import UNQUANTIZED
 
@@ -124,7 +124,7 @@ class WatchedLayer(nn.Module):
         self,
         weights: tuple[str, ...],
         num_groups: int,
-        device: torch.device | str | None,
+        device: Device,
         recipes: Iterable[Recipe | None] = (),
     ) -> None:
         super().__init__()

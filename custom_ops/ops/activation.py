@@ -106,7 +106,6 @@ class SwiGLU(Activation):
     cubic: float = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         for name, number in (("alpha", self.alpha), ("beta", self.beta)):
             if not is_finite(number):
                 raise ValueError(f"SwiGLU: {name} must be finite, got {number!r}")
@@ -191,7 +190,6 @@ class GeGLU(Activation):
     approximate: Literal["none", "tanh"] = "none"
 
     def __post_init__(self) -> None:
-        """Check the option."""
         if self.approximate not in ("none", "tanh"):
             raise ValueError(
                 f"GeGLU: approximate must be 'none' or 'tanh', got {self.approximate!r}"

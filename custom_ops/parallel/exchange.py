@@ -104,7 +104,6 @@ def _dequantize(q_SH: Tensor, scale_Sn: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _one_group(rows: Tensor) -> Tensor:
-    """The ends of one group of all rows."""
     return torch.full((1,), rows.size(0), dtype=torch.int32, device=rows.device)
 
 

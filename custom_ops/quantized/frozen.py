@@ -264,10 +264,7 @@ class KeepsFrozen(nn.Module):
 
     @torch.no_grad()
     def overwrite_frozen(self, name: str, w: Tensor) -> None:
-        """Quantize w [E, N, K] in high precision, rounded to nearest, into the same memory.
-
-        ``w`` is a DTensor where the parameter is one.
-        """
+        """Quantize w [E, N, K], a DTensor where the parameter is one, into the same memory."""
         frozen = self._frozen[name]
         for bits, new in zip(
             self._parts(name), _as_bits(frozen, _quantized(w, frozen)), strict=True

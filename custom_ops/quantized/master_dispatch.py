@@ -266,7 +266,6 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _alike(to: Any, source: Any) -> bool:
-    """Whether a weight has the same parts as another."""
     weights = [t for t in (to, source) if isinstance(t, GroupedTensorWithMaster) and t.is_whole]
     facts = {(t.recipe, t.dtype, t.shape, t.q_t is None) for t in weights}
     return len(weights) == 2 and len(facts) == 1

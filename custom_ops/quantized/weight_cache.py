@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.recipes import Recipe
-from grouped_linear.recipes.format import WeightList
+from grouped_linear.recipes.format import Device, WeightList
 from grouped_linear.recipes.weight import QuantizedWeight, check_stores, new_weight
 
 
@@ -36,9 +36,7 @@ class WeightCache(nn.Module):
     _cold_writes: int
     _source: "tuple[tuple[int, int | None], ...] | None"
 
-    def __init__(
-        self, recipe: Recipe, E: int, N: int, K: int, device: torch.device | str | None
-    ) -> None:
+    def __init__(self, recipe: Recipe, E: int, N: int, K: int, device: Device) -> None:
         super().__init__()
         check_stores(type(recipe).__name__, recipe.weight)
         self.recipe, self._in_graphs = recipe, False

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import E4M3, MAX_GROUPS, MAX_MARGIN
 from grouped_linear.ops.constants import is_integer
-from grouped_linear.recipes.format import Format
+from grouped_linear.recipes.format import Device, Format
 from grouped_linear.recipes.recipe import Recipe, check_is_recipe
 
 E5M2 = torch.float8_e5m2
@@ -96,11 +96,7 @@ class OperandState(nn.Module):
     amax_history: Tensor
 
     def __init__(
-        self,
-        num_groups: int,
-        history_len: int,
-        fp8_dtype: torch.dtype,
-        device: torch.device | str | None,
+        self, num_groups: int, history_len: int, fp8_dtype: torch.dtype, device: Device
     ) -> None:
         super().__init__()
         self.fp8_max = torch.finfo(fp8_dtype).max
@@ -207,9 +203,7 @@ class DelayedScalingState(nn.Module):
         return self._filling if fills_cache else self._reading
 
 
-def new_state(
-    recipe: Recipe | None, num_groups: int, device: torch.device | str | None
-) -> DelayedScalingState | None:
+def new_state(recipe: Recipe | None, num_groups: int, device: Device) -> DelayedScalingState | None:
     """The state that a layer keeps from step to step; None under a recipe without one."""
     if recipe is None or not recipe.has_state:
         return None

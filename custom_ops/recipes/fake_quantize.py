@@ -84,7 +84,6 @@ class FakeQuantization(Recipe):
         super().__post_init__()
 
     def __repr__(self) -> str:
-        """The call that makes it."""
         roles = "" if self.roles == ROLES else f", {self.roles}"
         experts = f", except_experts={list(self.except_experts)}" if self.except_experts else ""
         return f"fake_quantize({self.recipe!r}{roles}{experts})"

@@ -19,6 +19,9 @@ WeightList = tuple[Tensor, ...]
 #: One operand of a GEMM: a tensor, or a weight of E tensors [N, K].
 Values = Tensor | WeightList
 
+#: Of a new tensor; None for torch's default.
+Device = torch.device | str | None
+
 #: The dtypes in which wgrad multiplies rows that are not quantized, and to which formats cast.
 SIXTEEN_BITS = torch.bfloat16, torch.float16
 
@@ -277,7 +280,6 @@ class Format:
         return self if format is None else format.rounds_to
 
     def __repr__(self) -> str:
-        """The options that are not the defaults."""
         return f"Format({changed_options(self)})"
 
 

@@ -153,7 +153,6 @@ class Recipe:
         self.__init__(**options)  # type: ignore[misc]
 
     def __repr__(self) -> str:
-        """The options that are not the defaults."""
         return f"{type(self).__name__}({changed_options(self)})"
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
 from grouped_linear.recipes.format import (
+    Device,
     Format,
     Layouts,
     Operands,
@@ -131,12 +132,7 @@ def check_stores(owner: str, format: Format) -> None:
 
 
 def new_weight(
-    format: Format,
-    E: int,
-    N: int,
-    K: int,
-    device: torch.device | str | None,
-    columnwise: bool = True,
+    format: Format, E: int, N: int, K: int, device: Device, columnwise: bool = True
 ) -> QuantizedWeight:
     """Allocate a weight in a format, its contents unspecified."""
     if format.scaling == "mx":  # bfloat16 numbers for each of the two roundings

@@ -302,7 +302,6 @@ class GroupedLinear(linear.GroupedLinear):
         return {**vars(self), "_deferred": deque()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy or a pickle."""
         super().__setstate__(state)
         if not self._single["weight"]:
             self._tie()
@@ -327,7 +326,6 @@ class GroupedLinear(linear.GroupedLinear):
 
 
 def _check_out_of_scope(nothing: Any, **options: Any) -> None:
-    """Raise ValueError for any value but the default."""
     for name, value in options.items():
         if value is not nothing and value != nothing:
             raise ValueError(
@@ -337,7 +335,6 @@ def _check_out_of_scope(nothing: Any, **options: Any) -> None:
 
 
 def _check_function(name: str, function: Any, which: str) -> None:
-    """Raise ValueError unless it is None or callable."""
     if function is not None and not callable(function):
         raise ValueError(
             f"GroupedLinear: {name} must be None or a function {which}, got {function!r}"
