@@ -389,3 +389,9 @@ ValueError: GroupedMLP: save_gate_up_in_fp8 must be True or False, got 1
 ValueError: GroupedMLP: save_gate_up_in_fp8 and recompute_gate_up exclude each other
 ValueError: GeGLU: approximate must be 'none' or 'tanh', got 'sigmoid'""",
     )
+
+
+def test_printed_layer_says_what_it_saves() -> None:
+    for name in ("save_gate_up_in_fp8", "recompute_gate_up"):
+        assert f"{name}=True" in repr(GroupedMLP(2, 16, 16, **{name: True}))
+        assert name not in repr(GroupedMLP(2, 16, 16))

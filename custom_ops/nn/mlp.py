@@ -302,10 +302,12 @@ class GroupedMLP(GroupedLayer):
         """The options that tell layers apart."""
         E, H, F = self.num_experts, self.hidden_size, self.intermediate_size
         bias, activation = self.down_proj_bias is not None, self.activation
+        saved = ("save_gate_up_in_fp8", "recompute_gate_up")
         return (
             f"num_experts={E}, hidden_size={H}, intermediate_size={F}, bias={bias}, "
             f"activation={activation}, recipe={self.recipe}"
             + ("" if self.weights is None else f", weights={self.weights!r}")
+            + "".join(f", {name}=True" for name in saved if getattr(self, name))
             + (f", lora={self._adapters}" if self._adapters else "")
         )
 
