@@ -78,7 +78,6 @@ LORA = LoraConfig(
     target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 )
 LOGITS = 512  # tokens whose logits exist at a time
-GIB = 2**30
 
 
 def pack_experts(model: Any) -> None:
@@ -197,12 +196,16 @@ def main() -> None:
         times.append(time.perf_counter() - begin)
 
     step = sorted(times)[len(times) // 2]
-    rows = {
-        "experts, GiB": experts / GIB,
-        "all frozen weights, GiB": weights / GIB,
-        "adapters, GiB": sum(p.nbytes for p in adapters) / GIB,
-        "peak of making, GiB": peak_of_making / GIB,
-        "peak, GiB": peak() / GIB,
+    unit, size = ("MiB", 2**20) if is_small else ("GiB", 2**30)
+    peaks = (
+        {"peak of making": peak_of_making, "peak": peak()} if device == "cuda" else {}
+    )
+    memory = {
+        "experts": experts,
+        "all frozen weights": weights,
+        "adapters": sum(p.nbytes for p in adapters),
+    } | peaks
+    rows = {f"{name}, {unit}": number / size for name, number in memory.items()} | {
         "a step, ms": 1e3 * step,
         "tokens a second": tokens.numel() / step,
         "first loss": losses[0],
