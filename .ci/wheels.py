@@ -27,6 +27,7 @@ import tarfile
 import tempfile
 import time
 import tomllib
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -114,7 +115,12 @@ def build(pythons: list[str], here: bool) -> None:
         with tarfile.open(sdist) as archive:
             archive.extractall(WORK, filter="data")
         command += [f"-Cbuild-dir={WORK / 'objects'}"]
-        command += [f"-Ccmake.define.TORCH_PATH={Path(torch.__file__).parent}"]
+        torch_path = Path(torch.__file__).parent
+        command += [f"-Ccmake.define.TORCH_PATH={torch_path}"]
+        # Errors name source files. Without this machine's folders the bytes are the same anywhere.
+        short = [f"-ffile-prefix-map={WORK}=.", f"-ffile-prefix-map={torch_path}=torch"]
+        os.environ["CXXFLAGS"] = " ".join(short)
+        os.environ["CUDAFLAGS"] = " ".join(f"-Xcompiler={flag}" for flag in short)
         # One scikit-build-core for all: with another one the C++ would be compiled again.
         tools = WORK / "tools"
         run(*PIP, "install", "-q", "--target", tools, *BUILD_EXTRA)
@@ -131,6 +137,10 @@ def build(pythons: list[str], here: bool) -> None:
     for wheel in sorted((WORK / "raw").glob("*.whl")):
         audit = (sys.executable, "-m", "auditwheel", "repair", *exclude)
         run(*audit, "-w", DIST, wheel, PATH=path)
+        with zipfile.ZipFile(wheel) as archive:
+            named = [n for n in archive.namelist() if bytes(ROOT) in archive.read(n)]
+        if named and not here:
+            sys.exit(f"{wheel.name}: {', '.join(named)}: has the name of {ROOT}")
     run(sys.executable, "-m", "twine", "check", "--strict", *DIST.iterdir())
     for file in sorted(DIST.iterdir()):
         say(f"dist/{file.name}: {file.stat().st_size / 2**20:.1f} MiB")
