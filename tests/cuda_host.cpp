@@ -65,6 +65,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsig
   *result = knows_function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointVersionNotSufficent;
   return lookup_error;
 }
+// libtorch's, which is not linked; the headers of torch 2.14 ask for it.
+uint64_t aoti_torch_abi_version() { return TORCH_TARGET_VERSION; }
 }
 
 int main() {
