@@ -35,7 +35,7 @@ def ceil_div(a: int, b: int) -> int:
 
 def padded_rows(num_rows: int, num_groups: int) -> int:
     """Rows of columnwise data: the bound 128 * floor((T + 127 * min(E, T)) / 128)."""
-    wasted: int = (BLOCK - 1) * torch.sym_min(num_groups, num_rows)
+    wasted: int = (BLOCK - 1) * torch.sym_min(num_groups, num_rows)  # type: ignore[assignment]
     return BLOCK * ((num_rows + wasted) // BLOCK)
 
 

@@ -107,7 +107,7 @@ def use_grouped_adapters(model: nn.Module, *, dropout: float | None = None) -> t
     return tuple(found)
 
 
-def for_packed_experts(config: lora.LoraConfig) -> lora.LoraConfig:
+def for_packed_experts(config: peft.LoraConfig) -> peft.LoraConfig:
     """Prepare PEFT's configuration for a model whose experts are frozen in MXFP4 or FP8.
 
     PEFT reads an adapter's sizes and dtype off the weight, whose parameter holds bytes. A byte of
@@ -130,12 +130,13 @@ def for_packed_experts(config: lora.LoraConfig) -> lora.LoraConfig:
     >>> from peft import LoraConfig
     >>> config = for_packed_experts(LoraConfig(target_parameters=["mlp.experts.down_proj"]))
     """
-    if not isinstance(config, lora.LoraConfig):
+    if not isinstance(config, peft.LoraConfig):
         raise TypeError(
             "for_packed_experts: config must be a LoraConfig, for get_peft_model(model, config), "
             f"got {type(config).__name__}"
         )
-    config._register_custom_module(dict.fromkeys((KeepsFrozen, FP8Experts), _wrapper_of_packed))
+    wrappers: Any = dict.fromkeys((KeepsFrozen, FP8Experts), _wrapper_of_packed)
+    config._register_custom_module(wrappers)
     return config
 
 
@@ -273,7 +274,7 @@ class ParamWrapper(lora.ParamWrapper):
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         """The sizes of a weight in MXFP4, which its bytes do not have; PEFT asks this."""
-        sizes: tuple[int, int] = super()._get_in_out_features(module)
+        sizes: tuple[int, int] = super()._get_in_out_features(module)  # type: ignore[assignment]
         experts = self.get_base_layer()
         if storage_of(experts) == "mxfp4":  # PEFT exchanges the two of weights [E, N, K]
             _, N, K = kept_weight("adapters", experts, self.parameter_name).stand_in.shape
@@ -311,7 +312,9 @@ class ParamWrapper(lora.ParamWrapper):
 
         PEFT lays out A's rows by expert, then by rank, and B's columns by rank, then by expert.
         """
-        a, b, E = self.lora_A[adapter].weight, self.lora_B[adapter].weight, self.num_experts
+        a: Any = self.lora_A[adapter].weight
+        b: Any = self.lora_B[adapter].weight
+        E = self.num_experts
         a_ERK = a.view(E, -1, a.size(1))
         b_ENR = b.view(b.size(0), -1, E).permute(2, 0, 1)
         drop = self.lora_dropout[adapter]

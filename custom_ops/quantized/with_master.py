@@ -217,7 +217,7 @@ class GroupedTensorWithMaster(Tensor):
         master = self.master
         alike = self.shape == master.shape and self.dtype == master.dtype
         begins = self.storage_offset() == master.storage_offset()  # not so: by as_strided
-        return alike and begins and self.is_contiguous()
+        return alike and begins and self.is_contiguous()  # type: ignore[return-value]
 
     @property
     def is_traced_part(self) -> bool:
