@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Makes .venv with the named extras of pyproject.toml and an editable build of this package:
 #
 #   ./bootstrap.sh build demo

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints how large the package is: lines, classes, public names, long signatures, tests.
 
     python .ci/counts.py [pytest's output]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What mkdocs.yml hooks into MkDocs: pages from outside of docs/, and docstrings as Markdown.
 
 Pages link to files as they lie in the repository. Files that are pages of the site are found from

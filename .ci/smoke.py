@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uses an installed grouped_linear once: layers by each recipe, eager and compiled.
 
 ``wheels.py check`` runs it in clean environments, in an empty folder. It needs torch alone, because

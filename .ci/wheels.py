@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the packages of a release, and tries them in clean environments.
 
     python .ci/wheels.py build [--here | PYTHON ...]   dist/: the sdist, and a wheel for each Python

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmarks: one file a question, each run as ``python -m benchmarks.<name>``."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a grouped linear layer, or an expert layer, can be built from without this library.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step of AdamW over a weight in BF16 and FP8, beside torch's fused AdamW over that in BF16.
 
     python -m benchmarks.bench_adam

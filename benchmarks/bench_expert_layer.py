@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole expert layer: what its forward and backward take, and what it keeps between the two.
 
     python -m benchmarks.bench_expert_layer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How close do the quantizers, routing and sums of gathered rows come to a copy of as many bytes?
 
 T rows, E groups, K features, N out_features.

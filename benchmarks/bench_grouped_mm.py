@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How close do the grouped products come to one dense product of the same size?
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long does an eager forward and backward of a small layer keep the host busy?
 
 The layer is small enough for a GPU to wait for the host; a CPU's own work counts too. Autograd

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fine-tuning step with LoRA: on attention alone, and on attention and all experts.
 
     python -m benchmarks.bench_lora            # the table, to results/, and a plot

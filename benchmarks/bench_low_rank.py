@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does a low-rank second product cost in a grouped GEMM, beside products of its own?
 
     python -m benchmarks.bench_low_rank

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast are grouped GEMMs of a weight in MXFP4, beside those of the weight in BF16 and FP8?
 
     python -m benchmarks.bench_mxfp4

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How close do the portable GEMMs come to what mma gives, to Triton's and to Hopper's own?
 
 The portable kernels (csrc/cuda/gemm/sm80) run on any GPU here: this program sets

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does SwiGLU in a GEMM's epilogue save, and a token read once, not once an expert?
 
     python -m benchmarks.bench_swiglu_gemm

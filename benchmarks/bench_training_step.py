@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole training step of an expert layer: forward, backward and AdamW, and its peak memory.
 
     python -m benchmarks.bench_training_step --at-once 3  # 70 GB: all shapes compile side by side

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What it costs to watch an expert layer: beside the same layer unwatched, the flag off and on.
 
     python -m benchmarks.bench_watch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What do torch.compile, CUDA graphs, FP8 and our ops gain in forward and backward?
 
 Three kinds of cases: one grouped linear layer (benchmarks/shapes.py), a whole expert layer (route,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does a language model learn in FP8 what it learns in BF16? Losses of many runs, paired.
 
     python -m benchmarks.convergence --seeds 5 --tokens 100e6

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What benchmarks.convergence has recorded: intervals of paired differences, a page, a picture.
 
 A difference is that of two runs of one seed. Its interval is Student's, at 95%, over the seeds that

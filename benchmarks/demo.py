@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo: a mixture-of-experts language model learns Python from the standard library's source.
 
 It trains the same model on the same bytes with torch's grouped_mm in BF16 and with ours in BF16 and

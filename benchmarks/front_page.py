@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The README's table and picture, and a table of docs/performance.md, from records of one GPU.
 
     python -m benchmarks.front_page  # anywhere: prints two tables, draws the picture

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-OSS with random weights, loaded as a checkpoint is: in MXFP4, or dequantized to BF16.
 
 It needs transformers, and on a GPU accelerate.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far are FP8's gradients from the exact ones, beside the noise of a batch?
 
     python -m benchmarks.gradient_error

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of Hugging Face's as cases of benchmarks.compiled_vs_eager.
 
 A few layers of a published model with random weights: a step of training with AdamW, a prompt, or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does fine-tuning over FP8 or MXFP4 experts reach the loss that it reaches over BF16 ones?
 
     python -m benchmarks.lora_losses

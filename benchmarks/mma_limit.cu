@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `mma` itself gives on this GPU: the roof of the portable kernels (csrc/cuda/gemm/sm80).
 //
 //   nvcc -std=c++20 -O3 -arch=native -Icsrc -o mma_limit benchmarks/mma_limit.cu && ./mma_limit

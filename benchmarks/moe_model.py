@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A byte-level mixture-of-experts language model over any grouped linear layer.
 
 B sequences, S bytes in a sequence, T = B * S tokens, D width of the model, V byte values,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer of experts on one GPU and spread over several: time, communication, memory.
 
     torchrun --nproc-per-node 2 -m benchmarks.parallel --write

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does a model learn on several GPUs what it learns on one? Losses of the same batches.
 
     torchrun --nproc-per-node 4 -m benchmarks.parallel_losses --write

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What to expect of experts spread over many GPUs: bytes, bandwidths and the layer's time on one.
 
     python -m benchmarks.parallel --predict 8 64 512

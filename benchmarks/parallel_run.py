@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the benchmarks of several processes share: options, times in turns, a run and its page."""
 
 import argparse

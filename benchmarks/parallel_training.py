@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A language model on one GPU, and on several: time of a step, memory, losses.
 
     torchrun --nproc-per-node 2 -m benchmarks.parallel_training --write

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of benchmarks/results/ and of the README: their bars, and names that readers know."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Python source of whatever is installed, as tokens to learn from.
 
 Each file of each installed distribution and of the standard library is a document. Files with equal

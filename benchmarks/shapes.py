@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The matrix shapes and group sizes that benchmarks run on.
 
 E groups, m mean rows a group, N out_features, K in_features. "up" is an expert's first product,

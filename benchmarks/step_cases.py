@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The steps that benchmarks.compiled_vs_eager runs, and the ways to run them.
 
 T tokens or rows, E groups, K in_features, N out_features, D width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What benchmarks.compiled_vs_eager found out: rows, as a table, as JSON and in plots."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paired timings, and the reports they end in.
 
 Clocks, power and neighbours drift while a benchmark runs: the same product can differ by a tenth

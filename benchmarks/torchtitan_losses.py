@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss curves of torchtitan's Trainer: its own experts beside ours, on two processes or more.
 
     torchrun --nproc-per-node 2 -m benchmarks.torchtitan_losses

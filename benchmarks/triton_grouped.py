@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grouped GEMMs in Triton, plain: a persistent loop over tiles of groups that end anywhere.
 
 They stand beside the portable kernels (csrc/cuda/gemm/sm80), so they must take the same

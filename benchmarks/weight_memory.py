@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of a layer whose weight is in bf16, in bf16 with a cache, and frozen in FP8.
 
 Bytes of parameters and buffers and, on a GPU, the peak in a forward and backward, without what was

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A step of Adam for one number of a weight, in float32, with the bits of torch's fused AdamW on a GPU.
 //
 //   AdamW: w = w * (1 - lr * weight_decay);  Adam: g = g + weight_decay * w

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ops that are made of other ops, for each backend. Backend names what they call.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules of every op, stated once for CPU and CUDA. meta_kernels/ states the same rules with the
 // same sentences for fake tensors; tests/test_errors.py compares the two.
 #pragma once

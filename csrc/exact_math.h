@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Arithmetic with the same bits on CPU and CUDA: each operation is rounded to nearest, and FMA is
 // only where it is written.
 #pragma once

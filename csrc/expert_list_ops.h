@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Grouped GEMMs whose experts are E tensors. The arguments are checked here, then the
 // backend computes with one tensor. Nothing is copied if the experts are adjacent in
 // memory.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A weight or its main_grad: one tensor [E, N, K], or E tensors [N, K] anywhere in memory.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The M-grouped GEMMs whose b is one tensor, a[t] @ b[e]. Their b [E, K, N] is torch's; checks and
 // backends see [E, N, K], a view.
 #pragma once

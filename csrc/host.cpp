@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // grouped_linear._host: facts of the build and of the layouts, without a tensor.
 #include <pybind11/pybind11.h>
 

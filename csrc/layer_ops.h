@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A block-scaled layer's forward and its backward, each as one op that runs the ops it is made of.
 //
 // One op costs less host time than several. An op costs the host 4 us of an eager step besides its

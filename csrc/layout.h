@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The constants and sizes that every backend agrees on.
 #pragma once
 

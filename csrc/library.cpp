@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The schema of every op of the namespace grouped_linear, and the kernels behind it.
 //
 // T rows, E groups, K in_features, N out_features, B = 128, Tp = padded_rows(T, E).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MXFP4 numbers with the same bits on CPU and CUDA: E2M1 codes of 4 bits, and a scale of E8M0 for
 // each block of 32.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ops of each backend, in its own namespace: cpu/ and cuda/ define what ops.inc declares.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scores of experts, and the weights of the chosen ones, with the same bits on CPU and CUDA: each
 // operation is rounded to nearest, and sums over experts are 32 sums, of every 32nd, and a tree.
 #pragma once

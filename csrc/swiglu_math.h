@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SwiGLU in float32, with the same bits on CPU and CUDA: one sequence of operations, each rounded
 // to nearest, and FMA only where it is written.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // New tensors, views and dense copies. The functions of torch::stable look up their op by name in
 // every call; these only do so if there is something to copy.
 #pragma once

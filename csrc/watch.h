@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What watch_operand_ counts of an operand, and which of its rows it reads: the same on CPU and
 // CUDA.
 #pragma once

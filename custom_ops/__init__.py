@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grouped (mixture-of-experts) linear layers in FP8 and BF16 as torch.compile custom ops.
 
 >>> import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m grouped_linear``: what is installed; with ``--selftest`` a test of the kernels."""
 
 import argparse

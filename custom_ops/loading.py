@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load ``_C.so``, which registers the ops of the namespace ``grouped_linear`` with torch."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m grouped_linear``: what is installed, and what each op runs, for a bug report.
 
 No hardware is looked up in a list: every family of ops is called on every device, and the report

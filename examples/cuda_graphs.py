@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plain training loop: CUDA graphs, micro-batches, routing that changes.
 
     pip install tqdm matplotlib

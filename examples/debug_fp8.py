@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find three planted faults of FP8 training by what `watch` counts.
 
     python examples/debug_fp8.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepEP V2 sends the tokens of experts that are on several GPUs: run it by torchrun.
 
     torchrun --nproc-per-node 8 examples/deepep_dispatcher.py

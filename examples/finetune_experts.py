@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fine-tune with LoRA on attention and all experts, which are frozen in FP8 or MXFP4.
 
     pip install transformers peft tqdm matplotlib

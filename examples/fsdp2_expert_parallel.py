@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts spread over processes, everything else under FSDP2: run it by torchrun.
 
     torchrun --nproc-per-node 2 examples/fsdp2_expert_parallel.py

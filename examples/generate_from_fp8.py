@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generate text from a checkpoint whose experts are in FP8.
 
     pip install transformers accelerate

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reinforcement learning of a small Qwen3-MoE: sampler, trainer and routing replay.
 
     pip install transformers

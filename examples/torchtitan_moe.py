@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtitan's mixture-of-experts block as it is, and with experts of grouped_linear.
 
     pip install torchtitan==0.3.0 spmd_types triton

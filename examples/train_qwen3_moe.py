@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small Qwen3-MoE with transformers' Trainer, experts in BF16 and in FP8.
 
     pip install transformers accelerate matplotlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fake kernels: rules, output shapes and FLOPs of every op, without its arithmetic."""
 
 if __name__ != "grouped_linear.meta_kernels":

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FLOP formulas of the ops: two FLOPs for each multiply-add, as in ``torch.mm``.
 
 ``torch.utils.flop_counter.FlopCounterMode`` calls these formulas. They only see shapes, so rows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fake kernels of a layer's forward and backward as one op each: they call those of the ops inside.
 
 T rows, E groups, K in_features, N out_features, B = 128, Tp = padded_rows(T, E).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fake kernels of the grouped GEMMs.
 
 T rows, E groups, K in_features, N out_features.

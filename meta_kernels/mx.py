@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fake kernels of MXFP8.
 
 T rows, E groups, K features of x, B = 128, Tp = padded_rows(T, E).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fake kernels of MXFP4: weights as codes of 4 bits with a scale for each block of 32.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fake kernel of the op that steps a weight and its FP8 numbers.
 
 E experts, K in_features, N out_features, B = 128.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fake kernels of current and delayed scaling: one scale a group.
 
 T rows, E groups, K features of x, N features of dy, B = 128, Tp = padded_rows(T, E).

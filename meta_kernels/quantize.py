@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fake kernels of the ops that quantize, dequantize and reduce.
 
 T rows, E groups, K features of x, N features of dy, B = 128, Tp = padded_rows(T, E).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fake kernels of the ops that quantize a weight into existing tensors.
 
 E groups, K in_features, N out_features, B = 128. w is one tensor [E, N, K] or E tensors [N, K].

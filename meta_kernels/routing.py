@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fake kernels of the ops from group sizes to ends, and from tokens to experts' rows and back.
 
 T tokens, E experts, C rows gathered for each token, R rows of y, H features.

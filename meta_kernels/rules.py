@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules that ops share, with the same sentences as csrc/checks/.
 
 ``@fake`` registers a function of a call as the fake kernel of the op that has its name.

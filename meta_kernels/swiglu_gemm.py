@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fake kernels of the grouped GEMMs that go on with SwiGLU or its gradient.
 
 T rows, E groups, K features of a, F features of h.

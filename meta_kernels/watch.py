@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fake kernel of the op that counts what quantization does to an operand.
 
 T rows, E groups, K in_features, N out_features, F features of h, B = 128.

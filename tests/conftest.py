@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures of every test, and how many inputs the tests draw that draw theirs."""
 
 import ctypes

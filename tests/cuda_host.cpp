@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The host side of the CUDA ops against a CUDA runtime of its own, which fails where a case says
 // so. Prints a line for each case; test_cuda_host.py holds them.
 #include <iostream>

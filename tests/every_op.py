@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls each variant of every op once a dtype, with one of some group sizes.
 
 For compute-sanitizer, which would take hours over the whole suite::

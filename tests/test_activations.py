@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activations other than SwiGLU between an expert's layers, and gate_up saved in FP8.
 
 T tokens, C experts chosen for a token, E experts, H features of a token, F features of an expert.

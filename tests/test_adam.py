@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step of Adam over a weight and its FP8 numbers: the op, and torch's fused optimizers.
 
 E experts, K in_features, N out_features.

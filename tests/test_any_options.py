@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever a layer's options are, and however it is called: to the bit what a plain one computes.
 
 Options meet here that no other test brings together. The first run of such a test found that two

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of compiled and eager steps runs: every kind of case, every way to fail."""
 
 import math

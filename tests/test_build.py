@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What builds say of the compilers that they find: pip shows errors, and nothing else."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """compare: layers beside themselves without a recipe, whole and one role at a time.
 
 T rows, E groups, K in_features, N out_features, F features of h.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.compile(fullgraph=True): the same numbers as eager, one graph for all group sizes.
 
 Most tests use the aot_eager backend, which traces, partitions and functionalizes as Inductor does;

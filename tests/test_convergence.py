@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks.convergence at a tiny size: pairs are pairs, and intervals are Student's."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts in one module, as torchtitan's, before and after convert: the same results.
 
 T tokens, E experts, H features of a token, F features of an expert.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a conversion needs beside the model: the layer that replaces one, and one expert.
 
 A layer of DeepSeek-V3 has 256 experts of 3 x 7168 x 2048 parameters, 22.5 GB in bf16. Here are

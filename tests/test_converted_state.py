@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State dicts and pickles of models whose experts were converted: one process and two.
 
 T tokens, E experts, H features of a token, F features of an expert.

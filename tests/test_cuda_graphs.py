@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Captured once, replayed with any other splits: bit for bit what eager computes.
 
 T rows, E groups, K in_features, N out_features.

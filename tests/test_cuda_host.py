@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host side of the CUDA ops where the CUDA runtime or the driver refuses: one sentence each.
 
 It needs CUDA's headers alone: cuda_host.cpp is compiled against a CUDA runtime that it fakes.

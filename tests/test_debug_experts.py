@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """watch, compare and fake_quantize of experts that convert has converted.
 
 R rows, E experts, H features of a token, F features inside an expert.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Delayed scaling: what is remembered, when, and that nothing else is.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's training at a tiny size."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same inputs give the same bits with every number of threads; test_ops.py calls twice."""
 
 from collections.abc import Callable

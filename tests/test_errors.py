@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ops refuse: by one sentence, from fake tensors, meta tensors, CPU and CUDA."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each script of examples/ runs to its table; tests/test_export.py runs examples/aoti."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two processes: experts spread over them compute what one process does, to the bit.
 
 E experts, L of them on a process, T tokens a process, C experts chosen for a token, H and F

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ops on a weight that is E tensors [N, K]: the bits of the ops on one tensor [E, N, K].
 
 E groups, K in_features, N out_features.

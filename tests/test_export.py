@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.export and AOTInductor: an expert layer runs from Python, and from C++ without Python."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's FLOP counter counts our products.
 
 T rows, E groups, K in_features, N out_features.

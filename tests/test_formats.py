@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats: the package's own and a user's, in every role, layer and way to call.
 
 T rows, E groups, K in_features, N out_features; of the MLP: H features of a token, F features

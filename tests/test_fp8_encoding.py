@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FP8 encoding, compared with the conversions of torch where these are defined."""
 
 import pytest

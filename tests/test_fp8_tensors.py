@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights to a sampler: names of a checkpoint in FP8, and the bits that training multiplies.
 
 E experts, H features of a token, F features inside an expert.

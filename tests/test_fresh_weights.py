@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights with their high-precision numbers: no write makes the FP8 ones beside them disagree.
 
 Each way of writing a weight is done to a layer whose weights are kept so, and to a plain layer.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GroupedLinear.from_linears and GroupedMLP.from_experts: a layer of a list of modules.
 
 T tokens, E experts, H features of a token, F features of an expert.

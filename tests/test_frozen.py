@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frozen weights (weights="fp8"): bytes in plain parameters, read as they are.
 
 T rows, E groups, K in_features, N out_features; of GroupedMLP, K features of a token and N of an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows sorted by expert, and sums and products of gathered rows.
 
 Bits of the reference, but products, which are within float32's rounding.

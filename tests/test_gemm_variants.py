@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sm_90 GEMM with other stages and tile widths: right results, or the sentence of an assert."""
 
 import shutil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-OSS's checkpoints in MXFP4, loaded as bytes, beside transformers' dequantized weights."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Incoming gradients of any strides: torch.library and autograd promise none.
 
 T rows, E groups, K in_features, N out_features.

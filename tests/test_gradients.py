@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the layer's gradients go: grad, main_grad, or to backward_dw; and what is kept for them.
 
 T rows, E groups, K in_features, N out_features.

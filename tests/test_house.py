@@ -1,4 +1,5 @@
-"""The rules of the house: imports run one way, and private names stay home."""
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of the house: imports run one way, private names stay home, files name the license."""
 
 import ast
 from collections.abc import Iterator
@@ -71,3 +72,13 @@ def test_no_import_cycle() -> None:
     for module in graph:
         if module != "grouped_linear":
             visit(module, ())
+
+
+def test_files_name_their_license() -> None:
+    folders = ("custom_ops", "meta_kernels", "csrc", "tests", "benchmarks", "examples")
+    kinds = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".inc"}
+    files = [p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in kinds]
+    assert len(files) > 500
+    for path in files:
+        first, _, _ = path.read_text().partition("\n")
+        assert first.endswith(" SPDX-License-Identifier: Apache-2.0"), path

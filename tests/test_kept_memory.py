@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an expert layer keeps between its forward and its backward, to the byte.
 
 T tokens, C experts chosen for a token, R = T * C rows, E experts, H features of a token, F features

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of more than 2^31 elements: their last rows and experts are what they are by themselves.
 
 T rows, E groups, K in_features, N out_features.

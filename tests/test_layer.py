@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer's forward and backward against the reference.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer's forward and backward as one op each: the bits of the ops inside.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters beside frozen and learning weights, compared with the same layer composed of its parts.
 
 T tokens or rows, C experts chosen for a token, R rows sorted by expert, E experts, H features of a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machine code of the CUDA kernels: which GPUs it is for, and what ptxas made of the GEMMs.
 
 ptxas reports neither of the two things of csrc/cuda/gemm/sm90/codegen.cuh. Any change of a kernel

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments at the edges of memory: sources without rows, tensors that begin anywhere, huge sizes.
 
 On a GPU run it under compute-sanitizer, too, and with GROUPED_LINEAR_PORTABLE=1 (CONTRIBUTING.md).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors on several devices, group sizes that cannot be, layers that no call could run."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GroupedMLP against float64, and against the same ops one after the other.
 
 T tokens, C experts chosen for a token, E experts, H features of a token, F features of an expert.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """grouped_mlp_sorted and GroupedMLP.forward_sorted: rows that a dispatcher has sorted by expert.
 
 R rows, E experts, H features of a token, F features of an expert.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of training with what GroupedMLP keeps and adds up, against one that does neither.
 
 Steps of several micro-batches, an optimizer's step after each, give the bits of a plain run: both

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grouped products and weight gradients against float64 products of the very operands they read.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GroupedLinear as a module: parameters, their birth and their travels."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MXFP4 beside what it stands for: every code, every scale, and other numbers quantized.
 
 T rows, E groups, K in_features, N out_features.

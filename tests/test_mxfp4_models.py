@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models whose experts ``convert(weights="mxfp4")`` quantizes: beside the same numbers in BF16.
 
 E experts, H features of a token, F features of an expert.

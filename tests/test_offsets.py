@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Group sizes to group ends, and what ops make of ends that lie."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """convert, the one call: what it recognises, what it says of the rest, and weights in FP8.
 
 T tokens, E experts, H features of a token, F features of an expert.

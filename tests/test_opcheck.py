@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.library.opcheck over every op, variant, dtype and device."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every op, as its page in ``support/ops/`` has it: its results."""
 
 from pathlib import Path

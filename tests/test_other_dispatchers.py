@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two processes whose tokens somebody else's dispatcher sends: stand-ins for two interfaces.
 
 DeepEP V2 (README and deep_ep/buffers/elastic.py of dd758ca, 2026-07-14) and torchtitan

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is in the packages, and that every place names the same supported versions.
 
 ``make check-wheel`` builds and installs them.

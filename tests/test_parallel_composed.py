@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Four processes, with experts spread, sharded and replicated, have one process's model.
 
 E experts, T tokens a process, C experts chosen for a token, H and F features.

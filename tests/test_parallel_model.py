@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predictions for more GPUs: what they are made of, against numbers counted by hand."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Four processes whose experts are spread, and what goes wrong: right numbers or an error, no hang.
 
 The experts are over all four, or two pairs have them. E experts, T tokens a process, H and F

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Current and delayed scaling, MXFP8, and what keeps quantized weights: bit for bit.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names that users rely on: public functions with their arguments, and the keys of checkpoints.
 
 Accept a changed snapshot with EXPECTTEST_ACCEPT=1, after reading the diff: it breaks users' code.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantization: the bytes and scales of the reference, bit for bit."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's models whose experts are kept in FP8: what is saved, loaded and refused.
 
 tests/clients has the same with the packages that train and load such models.

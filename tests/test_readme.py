@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the README and docs/ show runs, and links lead somewhere."""
 
 import inspect

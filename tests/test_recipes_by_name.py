@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """convert with another recipe for some of a model's experts, by patterns of their names."""
 
 import copy

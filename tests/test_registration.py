@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch knows about the ops: kernels, schemas, versions, strides; how the package loads."""
 
 import importlib.util

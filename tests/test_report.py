@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m grouped_linear``: what is installed and what each op runs here."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routers: experts chosen and weighted by topk_experts, and a product that passes its input on.
 
 T tokens, H features, E experts, k chosen.

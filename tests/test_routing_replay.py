@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing replay: the experts that a model chose are recorded, and another call takes them.
 
 B sequences, S tokens of each, L layers with experts, C experts chosen for a token, E experts.

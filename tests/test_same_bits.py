@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A token's expert output has the same bits alone, in any batch, trained, sampled or compiled.
 
 docs/compile.md promises it; check_batch_invariant says where it holds.

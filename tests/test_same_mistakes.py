@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same mistake is the same kind of error in GroupedLinear and GroupedMLP: torch's.
 
 RuntimeError for a tensor that does not fit, TypeError for what is no tensor, ValueError for a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m grouped_linear --selftest``: it passes, and finds a fault in an op and names it."""
 
 import runpy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two processes, with weights in high precision and FP8: what is gathered, stepped, saved and sent.
 
 A model whose weights are kept so is told apart from a plain one by nothing but the bytes that FSDP2

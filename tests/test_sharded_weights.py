@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two processes: FSDP2 gathers a frozen weight's bytes, distributed checkpoints hold it in FP8.
 
 And delayed scaling, whose scales follow from what both processes saw.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that are made of one configuration object: convert changes that which it is given alone.
 
 transformers reads the choice of experts from the configuration in every forward.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtitan's type checker knows what the layers do to tensors that differ between processes."""
 
 from collections.abc import Iterator

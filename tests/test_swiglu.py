@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SwiGLU against float64; fused with quantization, the bits of the ops one after the other.
 
 T rows, E groups, K features of h.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grouped GEMMs that go on with SwiGLU or its gradient, beside the two ops that each replaces.
 
 They have the bits of these but on Hopper, where the sigmoid in an epilogue is approximate.

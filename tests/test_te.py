@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What grouped_linear.te has besides the plain layer.
 
 Options that send gradients elsewhere are tested with every other in test_gradients.py,

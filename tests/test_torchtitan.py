@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtitan's released models with their experts converted, beside the models as they are.
 
 T rows, E experts, H features of a token, F features of an expert.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtitan's Trainer on two processes, FSDP2 with experts spread or whole: ours and its own.
 
 ``make torchtitan`` runs it: on the CPU with gloo, and where there are two GPUs with NCCL, too.

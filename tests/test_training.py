@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of training with everything the layer can do, against the layer that can do none of it.
 
 Each feature, alone and with others, in every mode and recipe, gives the bits of a plain run: no

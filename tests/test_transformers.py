@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's models, as their library has them, on our ops beside its eager experts.
 
 Tiny random models, one of each form that the experts interface knows: see FAMILIES.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of watched layers: the numbers, their flag, compiled, copied, over processes.
 
 T rows, E groups, K in_features, N out_features, H features of a token, F features of h.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weight cache: when it is read, when it is written, and that neither ever happens in silence.
 
 Of GroupedLinear and of GroupedMLP, which has one for each of its two weights.

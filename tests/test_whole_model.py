@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training steps of a whole language model: it routes by itself, so no two steps route alike.
 
 A step is some micro-batches, whose gradients add up, and the optimizer. Experts are GroupedLinear,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ops without a gradient say so where one is asked for, and nowhere else."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wrappers of torch and PEFT around modules: the module inside, and its name in the plain model."""
 
 from copy import deepcopy

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules of the grouped GEMMs, and of the layers made of them.
 
 #include "checks.h"

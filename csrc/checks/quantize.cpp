@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules of the ops that quantize, dequantize and sum rows, and of SwiGLU.
 
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules of the ops that sort, gather and count rows.
 
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules that the ops share. Each raises an error that names the op, the rule and the value.
 #pragma once
 

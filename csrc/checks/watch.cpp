@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules of watch_operand_, which takes an operand in any form that a layer has it in.
 
 #include "watch.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules of the ops that quantize a weight, and of the state of delayed scaling.
 
 #include <array>

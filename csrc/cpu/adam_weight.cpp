@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A step of Adam over a master weight and its FP8 numbers, tile by tile: 128 x 128 numbers share a
 // scale, which follows from all of them.
 

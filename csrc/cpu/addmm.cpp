@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A matrix and a product, rounded once.
 
 #include "checks.h"

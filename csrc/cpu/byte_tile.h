@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A quantized 128 x 128 tile, and how its bytes are stored as they are or transposed.
 #pragma once
 

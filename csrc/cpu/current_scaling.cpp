@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One scale a group from the group's own amax: one pass for the amax, one to quantize.
 
 #include "checks.h"

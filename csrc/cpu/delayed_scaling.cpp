@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One scale a group from earlier steps. One pass also raises amax, for later steps.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The loops that turn a tile of bf16 or float32 into FP8, on every CPU. tile_avx512.h does the same
 // faster for bf16 and e4m3 where the CPU has AVX-512 VBMI; the bytes are equal.
 #pragma once

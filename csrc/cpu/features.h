@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The CPU features that kernels use. _host exposes them, so that a report can name the kernels that
 // run.
 #pragma once

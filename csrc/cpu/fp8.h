@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // float32 to FP8, in both formats.
 //
 // Works on bits without branches, as numerics.h does, so loops over it vectorise and have the same

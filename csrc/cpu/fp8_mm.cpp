@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FP8 GEMMs on a CPU's bf16 units, where it has them (AVX-512 BF16).
 //
 // Every FP8 number is a bf16 number, so operands are decoded without scales, one k-block of 128 at

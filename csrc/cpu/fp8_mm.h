@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // GEMMs of FP8 matrices with a scale for every k-block of 128, or with one scale.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums and dot products of gathered rows, and rows scattered. A row is read each time that it is
 // gathered.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operands of the grouped GEMMs, as torch's kernels and fp8_mm.h read them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "checks.h"
 #include "cpu/tile.h"
 #include "ops.h"

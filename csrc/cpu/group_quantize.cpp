@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One pass over what is quantized: a 128 x 128 tile is read or computed once and gives its rowwise
 // and columnwise data, both scales, and its share of the bias gradient.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FP8 GEMMs with block scales or a scale a group: finds the rows, blocks and scales of each group.
 
 #include "checks.h"

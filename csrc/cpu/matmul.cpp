@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cpu/matmul.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // GEMMs of one group, with torch's CPU kernels. Their bits depend on the number of threads.
 #pragma once
 

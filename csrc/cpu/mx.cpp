@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MXFP8: a power-of-two scale for each block of 32 elements of a row, or of 32 rows of a group. One
 // pass over x computes all requested outputs.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MXFP4 weights: quantized, dequantized, and multiplied.
 //
 // A GEMM decodes one expert after the other into scratch memory and multiplies it there: 2 bytes an

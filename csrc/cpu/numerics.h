@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Conversions between float32 and the narrow formats without branches, so that loops over them
 // vectorise.
 //

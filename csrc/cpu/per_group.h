@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Quantization with one scale a group: what current and delayed scaling share.
 #pragma once
 

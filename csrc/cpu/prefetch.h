@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prefetches of rows of tiles. The rows of a tile are far apart in memory, so the hardware does not
 // predict them.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // 128 x 128 blocks of a weight. One pass writes both layouts, which share bytes and scales.
 
 #include <algorithm>

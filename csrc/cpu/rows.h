@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of tensors: conversion between float32 and the tensors' dtypes, and the rows of each group.
 #pragma once
 

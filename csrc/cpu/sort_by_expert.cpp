@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A stable counting sort of tokens' choices by expert.
 
 #include <vector>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SwiGLU of rows: computed in float32 and rounded once to the operands' dtype.
 #pragma once
 

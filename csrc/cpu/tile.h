@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A 128 x 128 tile, and what quantizers do with it.
 //
 // A tile is filled from memory once. Every later loop runs over the whole tile in the L1 and L2

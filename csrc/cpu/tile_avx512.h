@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Encoding and transposing a tile with the byte permutes of AVX-512 VBMI (Intel Ice Lake, AMD Zen 4
 // and newer), which compilers do not find. encode_tile.cpp and byte_tile.cpp do the same in loops
 // for every CPU; the bytes are equal.

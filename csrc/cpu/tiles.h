@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What all quantizers share: rows in groups, cut into 128 x 128 tiles, and where their bytes go.
 //
 // The arithmetic, for one bf16 element in both layouts: 2 bytes read and 2 written take 0.1 ns at

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The experts with the largest scores of each token, their weights, and the gradient by the logits.
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Transposes blocks of 16 x 16 elements in vector registers.
 #pragma once
 

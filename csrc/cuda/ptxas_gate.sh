@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Runs the CUDA compiler ("$@") and fails where ptxas says that it serialised wgmma (C75xx) or
 # spilled registers. Both are only remarks to ptxas, and cost a kernel its speed in silence.
 # CMakeLists.txt uses it where GROUPED_LINEAR_PTXAS_GATE is set, as .ci/run does.

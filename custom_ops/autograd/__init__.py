@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients: of ops, of the layers, of routing.
 
 A layer's :class:`torch.autograd.Function` receives one :class:`projection.Projection` a weight,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The activation between the two layers of an expert, with the GEMM before it.
 
 R rows sorted by expert, E experts, F features inside an expert, G = 2 F for gate and up together,

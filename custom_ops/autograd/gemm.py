@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GEMMs that read rows and a weight, fprop and dgrad, for every kind of operand.
 
 T rows, E groups, K in_features, N out_features.

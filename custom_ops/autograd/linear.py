@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient of a grouped linear layer under a recipe.
 
 T rows, E groups, K in_features, N out_features, r the rank of an adapter.

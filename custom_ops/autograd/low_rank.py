@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters (LoRA): a product of low rank added to a projection's, and its gradients.
 
 T rows, E groups, K in_features, N out_features, r the rank, padded to what GEMMs take.

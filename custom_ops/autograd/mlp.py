@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradient of a grouped MLP under a recipe.
 
 T tokens, C experts chosen for a token, R rows (T * C, or a bound plus one), E experts, H features

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that have no gradient of their own."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One projection of a layer in one call, ``x @ weight + bias`` and its adapter.
 
 E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Autograd of the ops themselves: gradients, and versions of what ops write in place.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A router's product, and the gradient by what it shares with the experts.
 
 T tokens, H features of a token, E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From tokens and the experts chosen for them to rows sorted by expert, and back.
 
 T tokens, C experts chosen for a token, R rows (T * C, or a bound plus one), E experts, H features.

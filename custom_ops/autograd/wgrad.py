@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weight gradients: computed in the backward or later, returned or added to ``main_grad``.
 
 E groups, K in_features, N out_features.

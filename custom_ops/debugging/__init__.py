@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """See what FP8 does to a model: statistics of its layers, and layers beside BF16."""
 
 from grouped_linear.debugging.compare import Comparison, Difference, compare

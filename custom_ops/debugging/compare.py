@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """compare: each layer of a model beside itself without a recipe, on the same inputs.
 
 T rows, E groups (experts), K in_features, N out_features.

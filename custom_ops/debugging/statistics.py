@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The counts of a watched model, as a table, a CSV or TensorBoard's scalars.
 
 E groups (experts).

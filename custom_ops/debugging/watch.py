@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """watch: count what FP8 does to a model's layers while it trains, compiled or not.
 
 E groups (experts), K in_features, N out_features.

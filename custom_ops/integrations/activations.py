@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The activations of transformers' experts."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a token's bits depend on that token alone: a promise of most recipes, and its check."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations of transformers' models, which say how experts are computed: one for each model.
 
 transformers reads the choice from ``config._experts_implementation`` in every forward, and models

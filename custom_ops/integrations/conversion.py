@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of a conversion: converted experts, skipped modules, how weights are kept."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The call that converts a model's experts: all are checked, then all are written."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The class of a converted module: a subclass of the original class with new members."""
 
 from collections.abc import Callable

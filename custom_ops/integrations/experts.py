@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts of any library: the one place that recognizes them. Whoever meets a module asks here.
 
 Three adapters answer: this package's layers, experts that go through transformers' interface, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What computes a Hugging Face model's experts: the function behind transformers' interface.
 
 T tokens, C experts chosen for a token, R = T * C rows, E experts, H features of a token, F features

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of transformers models whose experts are in few bits, as files and for a sampler.
 
 The format is that of transformers' FP8 models (``FineGrainedFP8Config``), as DeepSeek-V3 was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts that one module holds in tensors [E, ...], as torchtitan's do: find and convert them.
 
 R rows, E experts, H features of a token, F features inside an expert. torchtitan's names end in its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Have all experts of a Hugging Face model computed by grouped_linear, in one call.
 
 transformers is imported where a model of it is converted, and only there.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An experts implementation of transformers' interface: a name with its options."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that look like experts and have no known form, and why they are skipped."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-OSS's checkpoints as they are published: the bytes of the files are the parameters.
 
 transformers' own quantizer of the method ``mxfp4`` dequantizes on CPUs and without the package

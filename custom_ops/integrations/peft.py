@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT's adapters on experts, computed beside the experts' weights and not added to them.
 
 PEFT's ``LoraConfig(target_parameters=[...])`` computes ``W + scaling * B @ A`` for all experts in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT's merges ask first: weights in few bits stay as they are.
 
 With ``safe_merge=True`` PEFT casts a sum to the weight's dtype, so it would add to bytes in

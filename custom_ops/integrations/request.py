@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments of a conversion, and the steps that all libraries' experts share.
 
 First everything is checked, then everything is written: a model is converted as a whole or not at

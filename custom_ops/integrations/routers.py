@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The routers of a Hugging Face model, and other forwards in the place of theirs for a while."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The experts that a Hugging Face model chose: record them, and have a model take them again.
 
 B sequences, S tokens of each, T = B * S tokens of a call, L layers with experts, C experts chosen

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtitan's type checking of distributed programs (``debug.spmd_typechecking``), if installed.
 
 The checker has to be told what an autograd Function does. The layers' Functions are local: a

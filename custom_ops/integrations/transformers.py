@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's mixture-of-experts models on grouped_linear's ops.
 
 transformers' experts interface lets any function that is registered under a name compute the

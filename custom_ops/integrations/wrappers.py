@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that other libraries put around a module and that call it: the module inside of them."""
 
 import sys

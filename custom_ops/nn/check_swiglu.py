@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a model's experts on random rows, and compare with SwiGLU in float32.
 
 The names of experts' parameters are only a guess at their formula.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the layers: of constructors' options, of a call's tensors, in the caller's words.
 
 The ops check tensors again, in theirs. T rows or tokens, E groups (experts), C experts chosen for a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface by which a GroupedMLP whose experts are on several processes exchanges tokens.
 
 T tokens of this process, S tokens that come to this process, C experts chosen for a token, H

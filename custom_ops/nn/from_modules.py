@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer made of a list of modules, one an expert: their parameters are checked and stacked.
 
 E experts, H features of a token, F features inside an expert, N out_features, K in_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The linear layer as a function.
 
 T rows, E groups (experts), K in_features, N out_features.

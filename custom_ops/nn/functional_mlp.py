@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The MLP as a function of tokens and the experts chosen for them, or of sorted rows.
 
 T tokens, C experts chosen for a token, R rows, E experts, H features of a token, F features inside

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation: ``is_first_microbatch``, the weight cache and ``main_grad``.
 
 Each function checks its arguments. `layer` is the name that error messages begin with.

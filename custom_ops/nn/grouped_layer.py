@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights of a layer: how each is kept, its state, its cache and its adapter.
 
 E groups (experts), K in_features, N out_features, r the rank of an adapter.

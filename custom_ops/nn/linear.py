@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GroupedLinear, the layer as a torch.nn.Module.
 
 T rows, E groups, K in_features, N out_features.

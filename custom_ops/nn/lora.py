@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters (LoRA): what a user gives, and its checks.
 
 E groups (experts), K in_features, N out_features, r the rank.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GroupedMLP, the experts of a mixture-of-experts layer as a torch.nn.Module.
 
 E experts, C experts chosen for a token, H features of a token, F features inside an expert.

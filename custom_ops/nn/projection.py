@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the arguments of a function to the projections of one call.
 
 T rows, E groups (experts), K in_features, N out_features.

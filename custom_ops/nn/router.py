@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A router's logits as a function.
 
 T tokens, H features of a token, E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A watched layer: recipes whose formats count their operands, and the numbers that they add to.
 
 T rows, E groups (experts), K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops, one documented function each, over ``torch.ops.grouped_linear``.
 
 ==============  ====================================================================================

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The activation between an expert's two linear layers; SwiGLU alone or fused with quantization.
 
 T rows, E groups, K features of h, Tp rows of the padded columnwise layout (see ops/quantize.py).

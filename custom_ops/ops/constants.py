@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers of options, which stay constants for Dynamo.
 
 With ``dynamic=True``, and where a number has changed, Dynamo makes an input of the graph of each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grouped GEMMs: M-grouped for fprop and dgrad, K-grouped for wgrad; and the bias gradient.
 
 T rows, E groups, K in_features, N out_features, Tp rows of the padded columnwise layout (see

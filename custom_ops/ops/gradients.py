@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What has no gradient refuses to give one: a derivative that lacked its share would be wrong."""
 
 from collections.abc import Callable, Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer's forward or backward under block scaling as one op each.
 
 An eager op costs the host some ten microseconds, so small layers gain from fewer of them.

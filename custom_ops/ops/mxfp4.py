@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights in MXFP4, 4.25 bits an element: quantize, dequantize, and multiply by them.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step a weight and its FP8 numbers.
 
 E experts, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantize rows, activations or gradients, group by group; and dequantize them.
 
 T rows, E groups, K features. Tp is the number of rows of the padded columnwise layout: every group

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Group sizes to offsets, and tokens to the rows of their experts and back.
 
 T tokens, C experts chosen for a token, R = T * C rows, E experts, H features of a token.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Update in place what a layer keeps between calls: cached weights, and scales of delayed scaling.
 
 E experts, K in_features, N out_features.

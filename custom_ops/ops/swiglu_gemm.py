@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grouped GEMMs that go on with an expert's activation: fprop of gate and up, dgrad of down.
 
 T rows, E groups, K features of a, F features of h.

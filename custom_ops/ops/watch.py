@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Count, on the device, what quantization does to an operand of a GEMM.
 
 T rows, E groups, K in_features, N out_features, F features of h.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantize weights, in the layouts that fprop and dgrad read.
 
 E experts, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts on several processes.
 
 Import it by its name: ``import grouped_linear`` alone does not, because DTensor takes 0.5 s.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three dispatchers, which send tokens to the processes that hold their experts.
 
 D processes, T tokens of each, S slots for tokens that come to one, C experts chosen for a token, E

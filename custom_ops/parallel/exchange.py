@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Send rows to the processes that need them, and sum what these return: each other's gradient.
 
 D processes of a group, T tokens of each, S slots for tokens that come to one, C experts chosen for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The experts of a GroupedMLP over several processes, as a style of torch's parallelize_module."""
 
 from collections.abc import Callable

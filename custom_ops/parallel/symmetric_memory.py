@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An all-to-all of rows whose sizes stay on the device.
 
 On GPUs torch's symmetric memory does it, by NVSHMEM: a process reads the rows that are for it from

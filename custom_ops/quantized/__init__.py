@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that are kept quantized: frozen, beside their master, or in a layer's cache."""
 
 # These register what torch's operations do to GroupedTensorWithMaster.

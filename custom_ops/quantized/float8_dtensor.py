@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A DTensor of float8 that is sent as bytes.
 
 Importing DTensor takes 0.5 s, so who needs it imports this.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that are frozen in few bits: bytes in plain parameters of any module.
 
 E experts, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.optim.AdamW and Adam with ``fused=True``, over weights with their masters.
 
 E experts, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole weight that FSDP2 gathered from shards with their masters: FP8 numbers alone.
 
 And the context in which tensors that handle torch's operations below autograd make views.

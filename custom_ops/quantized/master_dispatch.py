@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch's operations do to a GroupedTensorWithMaster.
 
 E experts, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What state dicts have of weights that are kept in FP8: plain tensors, as other checkpoints have.
 
 A weight with its master is there in high precision. One that is frozen, ``name``, is there as its

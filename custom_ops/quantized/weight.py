@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a layer keeps its weights: the option, its checks, and what GEMMs read.
 
 `owner` and `op` are the names that error messages begin with.

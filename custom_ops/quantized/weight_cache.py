@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quantized weight that a layer keeps from one micro-batch to the next."""
 
 from collections.abc import Callable

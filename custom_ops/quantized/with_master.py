@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A weight in FP8 beside its high-precision numbers, which always agree.
 
 E experts, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes: which numbers a layer multiplies. A layer takes one as ``recipe=``.
 
 A :class:`Recipe` is data: a :class:`Format` for x, for the weight and for dy. ``quantize`` and

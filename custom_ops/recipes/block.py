@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FP8 with one scale a block: the recipe that Hopper's kernels are made for."""
 
 from dataclasses import dataclass, field

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FP8 with one scale a group, computed from the tensor that is quantized."""
 
 from dataclasses import dataclass, field

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FP8 with scales from earlier steps: the recipe, its state, and the state's update.
 
 T rows, E groups, K in_features, N out_features, H steps of history.

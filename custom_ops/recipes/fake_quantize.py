@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fake_quantize: a recipe's numbers in some roles and of some experts, multiplied in x's dtype.
 
 T rows, E groups (experts), K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats: which numbers a tensor becomes before a GEMM multiplies it.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MXFP8 numbers, multiplied in bfloat16."""
 
 from dataclasses import dataclass, field

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One table: from a source and a format to the operand of a GEMM, in as few passes as ops allow.
 
 A source is a tensor of rows, or what rows are computed from: tokens that are gathered, or gate and

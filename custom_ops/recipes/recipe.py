@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The class Recipe: a format for each of a layer's three operands.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights in a format: for one call, or stored from one call to the next.
 
 E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of the kernels that layers run, small and uneven, and the same in plain torch.
 
 Ops that differ in where they read or write a weight share a kernel, and this file calls one of

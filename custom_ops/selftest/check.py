@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One call on a device beside torch's or the CPU's, and once more in memory full of NaN."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The self-test as a whole: the kernels on each device, CUDA graphs, speed, and a verdict."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One CUDA graph, replayed with other group sizes: the numbers of the same calls without a graph.
 
 T rows, E groups, K in_features, N out_features.

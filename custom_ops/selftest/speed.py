@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The speed of the GEMMs of a layer beside torch's grouped_mm, in one glance: no benchmark.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weight gradients that a backward leaves to ``backward_dw``.
 
 A forgotten ``backward_dw`` is an error in the optimizer's step, and a warning when many wait.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile an expert layer ahead of time, for programs with and without Python.
 
 T tokens, E experts, C experts chosen for a token, R = T * C routed rows, D width, F

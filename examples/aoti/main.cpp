@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs what export.py compiled, in a process without Python:
 //
 //   expert_layer LIBRARY FOLDER

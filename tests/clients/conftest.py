@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the clients' tests share. They are skipped where a client is not installed: make clients.
 
 They run where no GPU is used, also on a machine that has one.

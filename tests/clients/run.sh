@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # run.sh EXTRA TEST...: makes .venv-EXTRA, which sees all of .venv and has the extra of this name in pyproject.toml
 # besides, and runs these tests there. A second run installs nothing.
 set -euo pipefail

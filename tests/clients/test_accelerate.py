@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """accelerate: states that are saved, weights that are offloaded or dispatched."""
 
 from pathlib import Path

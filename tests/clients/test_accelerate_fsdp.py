@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """accelerate's FSDP2 on two processes: it finds the optimizer's parameters again by data_ptr."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """accelerate's FSDP2 on two processes: what it saves of a Hugging Face model with FP8 experts."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A DeepSeek-V4 checkpoint, experts in FP4: read as it is, trained by adapters, saved again."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' DistributedConfig on two processes: FSDP2, tensor and expert parallelism.
 
 It loads models where accelerate is installed. It takes a GPU where there is one.

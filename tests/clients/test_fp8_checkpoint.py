@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint in FP8, linear layers too: loaded, frozen, saved, and adapters on it."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: a fit, its checkpoint, and a fit that goes on from it."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT: adapters beside and on experts that are kept in FP8."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmarks of fine-tuning with PEFT: their rows and losses, at tiny sizes."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT's adapters on experts, grouped: beside PEFT's own result, which makes all weights again."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT's merge of adapters into experts' weights, and its refusal where these are in FP8."""
 
 import os

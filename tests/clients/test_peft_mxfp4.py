@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT's adapters over experts in MXFP4, beside PEFT's over dequantized weights."""
 
 from pathlib import Path

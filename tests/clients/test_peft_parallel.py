@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters, and checkpoints in FP8, on two processes: by DDP, and by FSDP2 a layer at a time."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The modules inside of PEFT's wrappers, by their names in the plain model."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchao's optimizers, which keep their states in 8 or 4 bits and write weights by copy_."""
 
 import pytest

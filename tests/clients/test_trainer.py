@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' Trainer and from_pretrained, with experts that are kept in FP8."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """trl's SFTTrainer and GRPOTrainer over adapters on experts."""
 
 import math

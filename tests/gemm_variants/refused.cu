@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Configurations that the sm_90 GEMM refuses to be compiled for, see tests/test_gemm_variants.py.
 #include "cuda/gemm/sm90/kernel.cuh"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs the grouped GEMM kernel with STAGES stages and tiles of TILE_N columns, M-grouped and
 // K-grouped, on random data with uneven and empty groups, and compares with a plain kernel. FP8:
 // e4m3 with block scales, 0: BF16. Prints a line a case; exit status 1 if any is wrong.

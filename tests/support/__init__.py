@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """What several test modules use, a module for each subject."""

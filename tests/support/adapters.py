@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of transformers with PEFT's adapters on their experts; only tests of PEFT import this."""
 
 import json

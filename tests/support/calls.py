@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mode that counts the calls of the ops."""
 
 from collections import Counter

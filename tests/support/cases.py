@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of every op for parametrize: group sizes, variants and dtypes in pairs, on each device."""
 
 from collections.abc import Iterator

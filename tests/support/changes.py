@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes of a call's arguments. An op refuses or takes each, and its fake kernel does the same."""
 
 from collections.abc import Iterator, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call beside what its op's page says that it must give."""
 
 import torch

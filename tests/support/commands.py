@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands that tests run, none of which a test waits for without end."""
 
 import subprocess

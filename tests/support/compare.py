@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Comparisons of tensors: bit for bit, and within a bound on rounding errors."""
 
 from collections.abc import Iterable, Mapping

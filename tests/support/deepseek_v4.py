@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny DeepSeek-V4 checkpoint as it is published: experts in E2M1, two a byte, and E8M0."""
 
 import json

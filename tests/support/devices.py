@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops, the devices that they run on, and what a test needs to run."""
 
 from typing import Any

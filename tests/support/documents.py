@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The project's documents and the examples in them."""
 
 import re

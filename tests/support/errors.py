@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error sentences: the same from fake tensors, meta tensors, CPU and CUDA."""
 
 import copy

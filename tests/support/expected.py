@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What results must be: bytes of the reference, or numbers within a bound.
 
 T rows, E groups, K in_features, N out_features, B = 128.

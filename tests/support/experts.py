@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts as other libraries have them, which convert and the layers' constructors recognize.
 
 E experts, H features of a token, F features of an expert.

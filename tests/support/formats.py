@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats of this package as functions: what a user would write, in ops, one step after the other.
 
 T rows, E groups, K in_features, N out_features.

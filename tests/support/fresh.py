@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights in high precision with their FP8 numbers beside them, and a format of a user's own."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny GPT-OSS checkpoint as it is published: experts in blocks and scales of MXFP4."""
 
 import json

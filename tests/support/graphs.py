@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options that make CUDA graphs strict."""
 
 # Inductor's options for a reduce-overhead mode that raises instead of falling back in silence.

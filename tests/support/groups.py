@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Group sizes to test with: m_splits, the number of rows, K and N.
 
 T rows, E groups, K in_features, N out_features, Tp = padded_rows(T, E).

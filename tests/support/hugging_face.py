@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random models of Hugging Face, one of each form that its experts interface knows."""
 
 import re

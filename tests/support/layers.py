@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GroupedLinear by its options, the plain one or that of grouped_linear.te, and its copies."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of GroupedMLP and of its functions, compared with others of the same tensors.
 
 T tokens, C experts chosen for a token, E experts, H features of a token, F features of an expert.

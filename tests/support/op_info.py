@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests know of an op: an OpInfo, which its page in ``support/ops/`` makes.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every op computes, in float64 and plain torch, to be read aloud.
 
 T rows, E groups, K in_features, N out_features. offs [E] are group ends. Nothing here calls the ops

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments that samples of several ops have in common.
 
 T rows, E groups, K in_features, N out_features.

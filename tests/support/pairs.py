@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Few rows of several lists' values, in place of all of them with each other.
 
 A list is a dict of values by name, and a row a pytest.param with a value of each.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two processes of one group, for what layers do beside others: on the CPU, or on two GPUs.
 
 Starting a pair takes longer than most checks do, so that one pair runs every check of a module that

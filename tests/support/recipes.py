@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes to test with, and their counterparts in the reference."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every op and the layer compute, in float64 and plain torch, to be read aloud.
 
 The ops are in ``support.op_reference``, the layer is here. Nothing calls the library under test.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples of every op, as its page makes them, and what is specified of their results.
 
 T rows, E groups, K in_features, N out_features.

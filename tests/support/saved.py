@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What autograd saves for a backward."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SwiGLU of the unfused ops, as one differentiable function."""
 
 from typing import Any

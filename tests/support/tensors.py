@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors for tests: dtypes, strides, rows, weights and quantized operands.
 
 T rows, E groups, K in_features, N out_features, Tp = padded_rows(T, E). Quantized operands come

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtitan's models and its Trainer in a test: on a GPU as they are, on a CPU where they can be.
 
 Importing this module without torchtitan raises ImportError: ask for torchtitan first.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far a result may be from float64, with the reason of each bound.
 
 T rows, E groups, N out_features.

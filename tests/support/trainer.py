@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' Trainer on a CPU, as its tests use it; only tests of clients import this."""
 
 from pathlib import Path

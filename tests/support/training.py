@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Features of layers, modes to train them in, and steps, against those of a plain layer.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of samples that several ops have in common, by name."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What only some versions of torch and transformers can do."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A step of Adam over a master weight and its FP8 numbers.
 #include "checks.h"
 #include "cuda/adam/adam_weight.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A step of Adam over a master weight and its FP8 numbers: one pass reads the weight, the gradient
 // and the moments, and writes the weight, q, q_t and the moments. A thread block has a tile of
 // 128 x 128 numbers, which share a scale, and holds their new values in registers until it knows

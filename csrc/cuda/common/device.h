@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the host asks the CUDA runtime and the driver. A failure is one sentence that begins with
 // the op.
 #pragma once

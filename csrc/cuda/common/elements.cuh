@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bits of bf16, fp16 and float32, one at a time and as 32-bit words.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scales and conversions of FP8.
 //
 // They give the bits of cpu/tile.cpp and cpu/numerics.h: every operation is IEEE, rounds to

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A 128 x 128 tile in the registers of 256 threads.
 //
 // A thread holds a fragment of 8 rows x 8 columns. A row of a fragment is one 16-byte load of a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rows of each group, which every thread block works out for itself from offs [E].
 //
 // offs are data of unknown origin. Every kernel works on the running maximum of the ends, clamped

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every launcher needs: the tensor's device made current, its stream, and errors as sentences.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How launchers see tensors: as pointers to elements of a type, and whether kernels can read and
 // write 16 bytes at once.
 #pragma once

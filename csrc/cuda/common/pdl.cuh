@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Programmatic dependent launch: the next kernel in a stream is launched while this one still runs.
 // Its thread blocks take the multiprocessors that this one leaves, and wait for its results.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows that an operand gathers from its source, by number.
 #pragma once
 

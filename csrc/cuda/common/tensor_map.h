@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensor maps: descriptors with which TMA loads and stores tiles, encoded on the host for each
 // launch.
 #pragma once

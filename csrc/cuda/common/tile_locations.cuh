@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From the number of a tile to its group and rows. Groups are cut into tiles of `tile_rows` rows;
 // the last tile of a group may have fewer. Tiles are numbered from the first group's to the last
 // group's.

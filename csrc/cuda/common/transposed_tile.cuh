@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How quantized fragments become q and q_t in global memory.
 //
 // A fragment's rows are 8 bytes of q and go there directly. Its columns are 8 bytes of q_t, whose

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // out = c + a @ b in 16 bits, for a short K: a matrix of which each element is read and written
 // once, and a product beside it.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What any architecture's epilogue computes: conversion to the output's type, whether to overwrite,
 // and zeros.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A GEMM whose operand gathers rows, where no kernel does: passes copy the rows and their scales
 // before it.
 #include <algorithm>

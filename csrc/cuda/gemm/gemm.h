@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A grouped GEMM as the ops describe it, and the seam behind which an architecture computes it.
 //
 // To add an architecture: a folder with a run_grouped_gemm of its own, and a case in gemm.cu.

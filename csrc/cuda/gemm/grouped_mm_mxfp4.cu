@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/gemm/gemm.h"
 #include "cuda/gemm/mxfp4_e4m3.cuh"
 #include "gemm_ops.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every architecture's kernel is told about a grouped GEMM. Plain C++.
 //
 //   M-grouped (fprop, dgrad): out[t, n]    = sum_k a[t, k] * b[e, n, k]   rows t of group e

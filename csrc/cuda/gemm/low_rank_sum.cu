@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Two products that no kernel computes as one sum: float32 operands, for which there are no tensor
 // cores, and the portable kernels.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A weight in MXFP4 as bfloat16, on its way to the tensor cores.
 #pragma once
 

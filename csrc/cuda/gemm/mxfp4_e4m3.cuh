@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A weight in MXFP4 as e4m3 numbers with a scale for each 128 x 128 block, or their transpose: what
 // the FP8 GEMMs read.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A counter in memory from which thread blocks, or clusters of them, draw tickets: 0, 1, 2, ...
 //
 // The memory holds anything at first. One thread of the grid stamps it, and nobody draws before;

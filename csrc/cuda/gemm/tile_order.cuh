@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which output tile a number stands for. Not tied to an architecture: a Config gives the tile's
 // shape.
 //

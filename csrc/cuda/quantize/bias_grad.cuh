@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bias gradient [E, K]: sums over the rows of each group, in the CPU's order.
 //
 // A pass over tiles writes partial sums [row blocks, K], one row for every 128 rows of a group.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block scaling of activations: rows, gathered or not.
 #include <limits>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block scaling: one pass over a source [T, K]. A 128 x 128 tile is read or computed once, and
 // gives its rowwise and its columnwise data, the scales of both, and its partial bias gradient.
 //

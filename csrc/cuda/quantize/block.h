@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block scaling of activations: what its ops share, whatever they read.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block scaling of a layer's x and weight in one launch: some thread blocks step through the tiles
 // of x, the others quantize one tile of the weight each. Both are bound by memory, and neither
 // alone fills the GPU where the layer is small. Bytes: those of block.cuh and weight.cuh.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a block-scaling pass quantizes: rows of a tensor, or gathered rows. SwiGLU and its gradient:
 // block_swiglu.cuh.
 //

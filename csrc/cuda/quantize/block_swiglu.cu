@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block scaling of SwiGLU's output.
 #include "checks.h"
 #include "cuda/quantize/block.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a block-scaling pass quantizes of SwiGLU: its output, or its gradient beside its output. What
 // a source is, and what waves are: block_sources.cuh.
 //

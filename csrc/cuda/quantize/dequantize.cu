@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block scaling undone, for tests and for users.
 #include "checks.h"
 #include "cuda/common/launch.h"

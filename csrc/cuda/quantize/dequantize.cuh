@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dequantizes e4m3 with block scales to bf16, fp16 or float32. Rows from the last group's end on
 // are zero.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the launchers of passes over 128 x 128 tiles share: the grid, the operand in groups, and the
 // second launch for the bias gradient.
 #pragma once

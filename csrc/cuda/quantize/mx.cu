@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One scale for each 32 elements: MXFP8, and bf16 rounded through it.
 #include <vector>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MXFP8: a scale (e8m0) for each 32 features of a row, or for each 32 rows of a feature.
 //
 // In a 128 x 128 tile, a rowwise block is four fragments side by side. A columnwise block is four

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MXFP4 weights: quantize and dequantize.
 #include "checks.h"
 #include "cuda/common/launch.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MXFP4 weights from and to bf16, fp16 and float32.
 //
 // Bytes an element of bf16: 2 and 0.53, read and written. A weight is quantized once and

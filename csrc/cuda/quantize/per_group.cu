@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Current and delayed scaling: one scale a group.
 #include <type_traits>
 #include <vector>

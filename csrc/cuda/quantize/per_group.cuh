@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Current and delayed scaling: one scale a group, of activations [T, K] in groups or weights [E, N,
 // K].
 //

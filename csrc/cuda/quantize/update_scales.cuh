@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The step of delayed scaling: for every operand of a model, amax [E] enters the history [H, E],
 // and the history gives the scale [E].
 //

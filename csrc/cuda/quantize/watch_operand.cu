@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What quantization does to some rows of each group.
 #include "checks.h"
 #include "cuda/common/launch.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What quantization does to some rows of each group: see watch.h for what is counted.
 //
 // A thread block has a part of a group, and is the only one that writes the part's numbers, so that

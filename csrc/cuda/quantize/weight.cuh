@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block scaling of a weight [E, N, K]: one scale for each 128 x 128 tile, q and q_t from one read.
 //
 // Bytes an element of bf16: 2 read, 1 written for q and 1 for q_t: 4. 8 x 4096 x 7168 at the 4.27

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bytes: 12 a number; a row is read once and written once.
 #include <algorithm>
 #include <limits>

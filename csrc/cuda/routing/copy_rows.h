@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // For ops without a gathering kernel: row numbers in 32 bits, and copies of the numbered rows.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Weighted sums of gathered rows, dot products with them, and rows scattered.
 //
 // Bytes of T tokens with C rows each, H elements of bf16: a sum reads 2 T C H and writes 2 T H; dot

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sorts tokens' choices by expert: a stable counting sort in one launch, or in two where the
 // choices are many.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "checks.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/operands.h"

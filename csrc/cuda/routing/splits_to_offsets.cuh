@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Turns group sizes into group ends, in one thread block with one thread a group: a few
 // microseconds of launch latency and nothing else. Sizes are data of unknown origin: negative ones
 // count as zero, and sums saturate at num_rows, so no end points outside a tensor of num_rows rows.

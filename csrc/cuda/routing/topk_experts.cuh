@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The experts with the largest scores and their weights, and the gradient by the logits: a warp a
 // token.
 //

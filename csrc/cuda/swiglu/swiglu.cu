@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SwiGLU and its gradient, unfused. Fused with block scaling: block_swiglu.cu,
 // block_swiglu_grad.cu.
 #include <algorithm>

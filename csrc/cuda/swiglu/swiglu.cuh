@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // SwiGLU and its gradient over rows of eight elements, and the unfused kernels. The fused passes of
 // quantize/block_swiglu.cuh use the same functions.
 //

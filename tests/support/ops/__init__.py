@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A page an op: a module of its name, with its OpInfo as ``OP``. Each list of ops is made of it."""
 
 import importlib

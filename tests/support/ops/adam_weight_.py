@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """adam_weight_: a step of Adam over a weight and its FP8 numbers.
 
 T rows, E groups, K in_features, N out_features.

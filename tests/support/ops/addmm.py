@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """addmm: c + a @ b in 16 bits.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """block_scaled_linear: a block-scaled layer's forward.
 
 T rows, E groups, K in_features, N out_features.

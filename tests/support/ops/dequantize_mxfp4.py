@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dequantize_mxfp4: the numbers of a weight in MXFP4.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """gather_sum: weighted sums of gathered rows.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """group_quantize: rows to FP8 under block scaling.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """group_quantize_current: rows to FP8 with one scale a group, from its own amax.
 
 T rows, E groups, K in_features, N out_features.

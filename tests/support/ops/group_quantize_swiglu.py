@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """group_quantize_swiglu: the bytes of quantizing swiglu's result.
 
 T rows, E groups, K in_features, N out_features.

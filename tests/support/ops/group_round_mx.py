@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """group_round_mx: the bf16 numbers of group_quantize_mx.
 
 T rows, E groups, K in_features, N out_features.

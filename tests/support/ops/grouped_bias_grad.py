@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """grouped_bias_grad: the sums of each group's rows.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """grouped_mm: a @ b + a_low @ b_low + bias of each group.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """grouped_mm_swiglu: SwiGLU of a @ b + bias. All sums of samples are exact.
 
 T rows, E groups, K in_features, N out_features.

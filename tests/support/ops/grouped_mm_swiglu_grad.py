@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """grouped_mm_swiglu_grad: swiglu_grad for dh = a @ b. All sums of samples are exact.
 
 T rows, E groups, K in_features, N out_features.

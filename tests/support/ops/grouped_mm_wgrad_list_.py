@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """grouped_mm_wgrad_list_: grouped_mm_wgrad_ of a tensor an expert.
 
 T rows, E groups, K in_features, N out_features.

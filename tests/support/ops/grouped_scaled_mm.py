@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """grouped_scaled_mm: a @ b + bias of each group in FP8, with scales of blocks or of groups.
 
 And a_low @ b_low, which is not quantized.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """quantize_weight: a weight to FP8 in blocks of 128 x 128.
 
 T rows, E groups, K in_features, N out_features.

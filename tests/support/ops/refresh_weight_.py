@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """refresh_weight_: quantize_weight into tensors that are kept.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sort_by_expert: tokens sorted by their experts.
 
 T rows, E groups, K in_features, N out_features.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """topk_experts: the k experts of the largest scores, and their weights.
 
 T rows, E groups, K in_features, N out_features.

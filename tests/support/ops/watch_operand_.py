@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """watch_operand_: what quantization does to some rows of each group.
 
 T rows, E groups, K in_features, N out_features, F features of h.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Grouped GEMMs without tensor cores, on any architecture.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda/gemm/simt/gemm.h"
 #include "cuda/gemm/simt/gemm_float.cuh"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Grouped GEMM of float32 operands with FFMA: for tests and completeness, with no speed target.
 //
 // 64 x 64 outputs a block, 4 x 4 a thread, 16 of K at a time.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tile shapes of the portable kernels, and what a kernel is compiled for.
 //
 // The host chooses a kernel by the operands' types and strides, and by how many rows a group has on

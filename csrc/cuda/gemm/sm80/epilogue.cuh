@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Accumulators to the output: scaled (FP8 with a scale per group), biased, converted, and stored or
 // added.
 //

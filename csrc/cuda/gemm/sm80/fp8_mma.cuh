@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of FP8 fragments, three ways with the same meaning:
 //   8.9, and 12.0 on   the tensor cores' own (e4m3, e5m2)
 //   9.0 to 11.x        mma has no FP8 there (only wgmma and tcgen05 do): fp16, by cvt

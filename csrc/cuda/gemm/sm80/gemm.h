@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Grouped GEMMs on any NVIDIA GPU of compute capability 8.0 and up.
 #pragma once
 

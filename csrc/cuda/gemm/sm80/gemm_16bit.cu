@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BF16 and FP16 operands.
 #include "cuda/gemm/sm80/launch.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // M-grouped GEMMs in BF16 of a weight in MXFP4.
 #include "cuda/gemm/sm80/launch.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Grouped GEMM for every NVIDIA GPU of compute capability 8.0 and up, by mma and cp.async: BF16,
 // FP16 and FP8 with scales per group or of blocks.
 //

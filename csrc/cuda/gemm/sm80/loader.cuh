@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies of an operand's tile to shared memory, stage by stage.
 //
 // A stage has kStageLine bytes of K. K-major: lines of so many bytes, one a row of the tile, whose

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The main loops: k-blocks of a warp's part of a tile, by mma.
 #pragma once
 

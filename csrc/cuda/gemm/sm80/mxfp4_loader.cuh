@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // b's tile of a weight in MXFP4, decoded to bfloat16 on its way to shared memory, where it lies as
 // loader.cuh would have copied it.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The stages in flight: all threads load kStages - 1 of them ahead, across the ends of tiles. So
 // the next tile's first stages arrive while a tile's outputs are written.
 #pragma once

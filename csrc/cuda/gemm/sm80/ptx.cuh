@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The instructions of sm_80 that the portable kernels are made of.
 #pragma once
 

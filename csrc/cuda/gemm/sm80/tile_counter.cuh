@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which tiles a block computes: the first two by its own number, then whichever comes next.
 //
 // Blocks draw numbers from a counter in memory, so groups of any sizes keep all of them busy. No

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kernels do for ptxas alone. Each function changes no value; it changes which
 // instructions or registers ptxas chooses. All were seen with nvcc 13.0 (ptxas 13.0.88) for sm_90a.
 // With another compiler, remove one, run tests/test_machine_code.py and measure before trusting it.

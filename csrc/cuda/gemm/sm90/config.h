@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tile shapes of the sm_90 kernels, and what a kernel is compiled for.
 //
 // The host chooses a kernel by the operands' types and sizes, and the number of groups. No timing

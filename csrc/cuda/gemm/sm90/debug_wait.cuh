@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bounds for the kernel's waiting loops, in builds with -DGROUPED_LINEAR_DEBUG (CMake's option of
 // that name). A thread that has waited for kDebugWaitCycles says so and traps, where a release
 // build hangs. printf is a function call: ptxas spills registers and serialises wgmma for it, so

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An epilogue that goes on with elementwise arithmetic: SwiGLU after gate and up, or its gradient
 // after down's dgrad.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The epilogue of a linear layer: accumulators are scaled (FP8 with a scale per group), biased,
 // converted, and stored or added to the output.
 //

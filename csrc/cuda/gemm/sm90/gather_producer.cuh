@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The producer of a GEMM that gathers rows: two warps that copy a's rows, while TMA loads b.
 //
 // TMA has no instruction on Hopper that loads rows by number: one line of 128 bytes at a time it

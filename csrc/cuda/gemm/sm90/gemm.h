@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Grouped GEMMs on Hopper (compute capability 9.0).
 #pragma once
 

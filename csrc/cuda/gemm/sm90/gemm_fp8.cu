@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FP8 operands. a may be e5m2 where it has a scale per group; everything else is e4m3.
 #include "cuda/gemm/sm90/operands_fp8.h"
 

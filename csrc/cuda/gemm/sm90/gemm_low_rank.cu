@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // M-grouped GEMMs with a low-rank second product: BF16 and FP16 operands, and FP8 ones with a
 // second product in BF16 or FP16. a's rows lie in order: gather_before has copied what is gathered.
 #include "cuda/gemm/sm90/operands_16bit.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // M-grouped GEMMs of a weight in MXFP4 whose groups have few rows.
 #include "cuda/gemm/sm90/gemm.h"
 #include "cuda/gemm/sm90/kernel_mxfp4_few_rows.cuh"

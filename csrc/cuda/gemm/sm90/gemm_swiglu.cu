@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BF16 GEMMs with SwiGLU in the epilogue (fprop of gate and up), or its gradient (dgrad of down).
 // What has no kernel here is computed by a GEMM and a pass of its own: FP16 too, which would double
 // the kernels of this file.

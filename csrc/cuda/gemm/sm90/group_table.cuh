@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The table of groups that every block builds from offs: which groups have tiles, and whether all
 // narrow tiles find room at once.
 #pragma once

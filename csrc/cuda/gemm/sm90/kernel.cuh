@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Grouped GEMM on Hopper's tensor cores: BF16, FP16 and block-scaled FP8.
 //
 //   M-grouped (fprop, dgrad): out[t, n]    = sum_k a[t, k] * b[e, n, k]   rows t of group e

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The M-grouped GEMM in BF16 of a weight in MXFP4: four bits an element, and a scale for each 32.
 //
 //   fprop (b K-major):   out[t, n] = sum_k a[t, k] * w[e, n, k]   rows t of group e

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The M-grouped GEMM in BF16 of a K-major weight in MXFP4 whose groups have few rows, as in
 // generation: out[t, n] = sum_k a[t, k] * w[e, n, k].
 //

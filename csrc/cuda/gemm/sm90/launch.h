@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the launchers of the sm_90 kernels share: operands that TMA can read, tensor maps, the
 // workspace.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A low-rank second product, a_low [T, r] @ b_low [e], in the accumulators of the first one.
 //
 // It takes ceil(r / 64) k-blocks of a tile through the same stages: kTileM and kTileN lines of 128

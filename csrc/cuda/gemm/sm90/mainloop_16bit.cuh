@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The 16-bit main loop: wgmma accumulates in float32, straight into the accumulator.
 //
 // One k-block's wgmma stays in flight while the next one's is issued. A stage is released when the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The FP8 main loop, with promotion.
 //
 // The tensor cores keep about 14 bits of an FP8 dot product; float32 keeps 24. So the 128 products

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The scales of a weight in MXFP4, [E, N, K / 32] bytes, as its GEMM loads them. Their rows are no
 // multiple of TMA's 16 bytes as a rule. A pass before the GEMM writes them as bfloat16, in another order.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The 16-bit operands of M-grouped GEMMs, as TMA reads them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The FP8 operands of GEMMs, as TMA reads them. a may be e5m2 where it has a scale per group;
 // everything else is e4m3.
 #pragma once

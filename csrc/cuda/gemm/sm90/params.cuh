@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a kernel is launched with, as every role sees it.
 #pragma once
 

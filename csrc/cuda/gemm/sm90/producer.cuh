@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The producer: one thread that loads a and b, k-block by k-block, with TMA.
 //
 // A kernel has the producer of its Config (ProducerOf). A producer says how many threads run it

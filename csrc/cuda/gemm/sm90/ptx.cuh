@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Thin wrappers of Hopper's PTX: mbarriers, TMA, memory accesses with an explicit order,
 // setmaxnreg. wgmma.cuh has the tensor cores' instructions. PTX ISA 8.x,
 // https://docs.nvidia.com/cuda/parallel-thread-execution/

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which warp of a block is what. Plain C++.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The warp that prepares the block scales of b for the main loop, next to the producer.
 #pragma once
 

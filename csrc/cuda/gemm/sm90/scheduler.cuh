@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One thread a cluster finds the cluster's tiles, in a K-grouped GEMM also slices of tiles, and
 // publishes them to both blocks. Every other role only reads them.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A block's shared memory: the pipeline of operand stages, the epilogue's buffers, and what the
 // block's warps tell one another.
 #pragma once

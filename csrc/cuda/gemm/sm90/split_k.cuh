@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Split-K fix-up: a cluster that computes a slice of a tile writes its accumulators to a workspace
 // slot, and the cluster with the tile's last slice adds them to its own, in the order of their
 // slots.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The store warp of LinearEpilogue: one thread a warpgroup writes what the math warps put into the
 // epilogue's buffers to the output, with TMA, while they compute the next tile.
 //

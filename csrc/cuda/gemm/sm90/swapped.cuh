@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Swapped operands of M-grouped GEMMs in 16 bits: the transpose of out is computed.
 //
 // b is wgmma's first operand: each math warpgroup has 64 of a tile's 128 columns. The tile's rows

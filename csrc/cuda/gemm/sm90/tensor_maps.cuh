@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What TMA is told about the operands, the scales and the output.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // wgmma: the warpgroup's matrix instructions, and the descriptors of their shared memory operands.
 #pragma once
 

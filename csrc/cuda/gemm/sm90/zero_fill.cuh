@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Zeros in the output: rows that belong to no group, or K-grouped the matrices of groups without
 // rows.
 //
