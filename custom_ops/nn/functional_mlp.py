@@ -123,13 +123,9 @@ def grouped_mlp(
     """
     op = "grouped_mlp"
     config = config_of(op, activation, save_gate_up_in_fp8, recompute_gate_up)
-    gate_up_recipe, down_recipe = _recipes_of(op, recipe, state)
-    adapter = adapter_of(op, "gate_up_lora", gate_up_lora)
-    gate_up = Projection((gate_up_proj,), gate_up_proj_bias, gate_up_recipe, adapter=adapter)
-    adapter = adapter_of(op, "down_lora", down_lora)
-    down = Projection((down_proj,), down_proj_bias, down_recipe, adapter=adapter)
-    given = x, top_k_weights, top_k_index, gate_up, down, config
-    return apply_mlp(*given, max_rows=max_rows)
+    given = (gate_up_proj, gate_up_proj_bias, gate_up_lora), (down_proj, down_proj_bias, down_lora)
+    gate_up, down = _projections(op, recipe, state, *given)
+    return apply_mlp(x, top_k_weights, top_k_index, gate_up, down, config, max_rows=max_rows)
 
 
 def grouped_mlp_sorted(
@@ -177,11 +173,8 @@ def grouped_mlp_sorted(
     """
     op = "grouped_mlp_sorted"
     config = config_of(op, activation, save_gate_up_in_fp8, recompute_gate_up)
-    gate_up_recipe, down_recipe = _recipes_of(op, recipe, state)
-    adapter = adapter_of(op, "gate_up_lora", gate_up_lora)
-    gate_up = Projection((gate_up_proj,), gate_up_proj_bias, gate_up_recipe, adapter=adapter)
-    adapter = adapter_of(op, "down_lora", down_lora)
-    down = Projection((down_proj,), down_proj_bias, down_recipe, adapter=adapter)
+    given = (gate_up_proj, gate_up_proj_bias, gate_up_lora), (down_proj, down_proj_bias, down_lora)
+    gate_up, down = _projections(op, recipe, state, *given)
     return apply_mlp_sorted(x, m_splits, row_weights, gate_up, down, config)
 
 
@@ -193,6 +186,26 @@ def config_of(
     if save_gate_up_in_fp8 and recompute_gate_up:
         raise ValueError(f"{where}: save_gate_up_in_fp8 and recompute_gate_up exclude each other")
     return MLPConfig(activation, save_gate_up_in_fp8, recompute_gate_up)
+
+
+_Given = tuple[Tensor, Tensor | None, LoraWeights | None]  # weight, bias and adapter
+
+
+def _projections(
+    op: str,
+    recipe: Recipe | None,
+    state: tuple[DelayedScalingState, DelayedScalingState] | None,
+    gate_up: _Given,
+    down: _Given,
+) -> tuple[Projection, Projection]:
+    """Make the projections of a call without a module."""
+    gate_up_recipe, down_recipe = _recipes_of(op, recipe, state)
+    weight, bias, lora = gate_up
+    adapter = adapter_of(op, "gate_up_lora", lora)
+    first = Projection((weight,), bias, gate_up_recipe, adapter=adapter)
+    weight, bias, lora = down
+    adapter = adapter_of(op, "down_lora", lora)
+    return first, Projection((weight,), bias, down_recipe, adapter=adapter)
 
 
 def _recipes_of(
