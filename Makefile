@@ -17,7 +17,7 @@ ruff := PATH="$(CURDIR)/.venv/bin:$$PATH" ruff
 # instead of 0.4 to 3 s.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help demo test nightly lint docs clients torchtitan sanitize release_tools wheel check-wheel clean
+.PHONY: help demo test nightly lint docs clients torchtitan sanitize sanitize-gpu release_tools wheel check-wheel clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -69,6 +69,11 @@ sanitize:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
 	@.ci/sanitize address
 	@.ci/sanitize thread
+
+## make sanitize-gpu   CUDA kernels with compute-sanitizer, on a GPU: ten minutes
+sanitize-gpu:
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" GROUPED_LINEAR_BUILD_PORTABLE=1 ./bootstrap.sh build test
+	@.ci/sanitize_gpu
 
 #   PYTHONS="python3.11 ..."   make wheel, make check-wheel: the Pythons, by default .venv's
 PYTHONS ?= $(python)

@@ -17,7 +17,7 @@ from grouped_linear import ops
 from support import reference
 from support.check import check
 from support.compare import assert_same_bits, tail_is_zero, within
-from support.devices import devices
+from support.devices import devices, needs_gpu
 from support.groups import GROUPS, SWAPPED, WIDE, Groups
 from support.op_info import Sample
 from support.ops import grouped_scaled_mm, grouped_scaled_mm_wgrad
@@ -121,6 +121,35 @@ def test_narrow_products(N: int, row_major: bool, dtype: torch.dtype, device: st
         if row_major:
             sample = sample.but(b=sample["b"].contiguous())
         check(sample, device)
+
+
+def leave_in_free_memory(words: list[int]) -> None:
+    """Fill what the caching allocator gives next, small or large, with these 32-bit words."""
+    torch.cuda.empty_cache()
+    blocks = [
+        torch.empty(2**size // 4, dtype=torch.int32, device="cuda") for size in (19,) * 8 + (28,)
+    ]
+    for block in blocks:
+        block.view(-1, len(words)).copy_(torch.tensor(words, dtype=torch.int32))
+
+
+@needs_gpu
+@pytest.mark.parametrize("op", ["grouped_mm", "grouped_mm_wgrad_", "grouped_scaled_mm"])
+@pytest.mark.parametrize("words", [[3, 0x5E1FC3A7], [0, 0], [-1, -1], [1, 0, 1, 0]], ids=str)
+def test_tickets_start_in_any_memory(op: str, words: list[int]) -> None:
+    """What memory held before is not taken for a counter that this launch has set.
+
+    A tile would be computed twice then, which shows where it is added.
+    """
+    side = 256 if op == "grouped_mm_wgrad_" else 768  # with which either kernel draws tickets
+    groups = Groups((64,) * 200, 200 * 64, K=side, N=side)
+    options = {"grad_dtype": FP32} if op == "grouped_mm_wgrad_" else {}
+    sample = make(op, groups, BF16, **options).on("cuda")
+    expected = sample.results("cuda")
+    for _ in range(20):
+        leave_in_free_memory(words)
+        for actual, wanted in zip(sample.results("cuda"), expected, strict=True):
+            assert_same_bits(actual, wanted)
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm_wgrad", "grouped_mm_wgrad_"))

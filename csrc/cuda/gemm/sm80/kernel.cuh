@@ -23,7 +23,7 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     grouped_gemm_kernel(const __grid_constant__ OperandsOf<Config> operands, const int32_t* offs,
                         const __grid_constant__ EpilogueArguments epilogue,
-                        unsigned long long* counter, const __grid_constant__ TileCounts counts,
+                        const StampedTickets tickets, const __grid_constant__ TileCounts counts,
                         const __grid_constant__ GemmShape shape) {
   extern __shared__ __align__(128) uint8_t raw[];
   auto& shared = *reinterpret_cast<SharedStorage<Config>*>(raw);
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   if (!Config::kKGrouped) zero_tail_rows(epilogue, shared.groups, shape);
 
   const MmaThread thread = MmaThread::of<Config>();
-  Pipeline<Config> pipeline(shared, operands, counts, shape, counter, 2 * pairs);
+  Pipeline<Config> pipeline(shared, operands, counts, shape, tickets, 2 * pairs);
   WarpTile<Config> warp_tile(pipeline, thread);
   while (true) {
     const WorkTile& tile = pipeline.next_tile();

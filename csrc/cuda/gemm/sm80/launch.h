@@ -40,15 +40,14 @@ void launch_gemm(const Launch& launch, const OperandsOf<Config>& operands, const
   const int blocks_per_sm = std::clamp(launch.sm_shared_bytes() / (bytes + kReservedSharedBytes), 1,
                                        Config::kBlocksPerSm);
   const int64_t blocks = std::min<int64_t>(most, launch.multiprocessors() * blocks_per_sm);
-  std::optional<Tensor> counter;
-  if (most > 2 * blocks) counter = new_tensor(gemm.offs, {8}, ScalarType::Byte);
+  std::optional<Tensor> room;
+  if (most > 2 * blocks) room = new_tensor(gemm.offs, {kTicketBytes}, ScalarType::Byte);
 
   constexpr auto kernel = grouped_gemm_kernel<Config>;
   launch.allow_shared_bytes<kernel>(bytes);
   launch.run(kernel, static_cast<unsigned>(blocks), Config::kThreads, bytes, operands,
              gemm.offs.const_data_ptr<int32_t>(), epilogue,
-             counter ? static_cast<unsigned long long*>(counter->data_ptr()) : nullptr, counts,
-             shape);
+             room ? StampedTickets::in(room->data_ptr()) : StampedTickets{}, counts, shape);
 }
 
 }  // namespace grouped_linear::cuda::sm80

@@ -53,7 +53,7 @@ class ScaleLoader {
       from_ = operands.scale_b + tile.group * operands.scale_b_group_stride +
               tile.col / kScaleBlock * operands.scale_b_row_stride;
       stride_ = operands.scale_b_k_stride;
-      in_bounds_ = true;
+      in_bounds_ = tile.col < cols;  // the odd half of a pair may lie past the last column
     }
     if (Config::kKGrouped) {
       from_ += tile.k_begin * stride_;
@@ -85,13 +85,13 @@ class Pipeline {
   // All threads of the block. tiles: how many there are.
   __device__ __forceinline__ Pipeline(SharedStorage<Config>& shared,
                                       const OperandsOf<Config>& operands, const TileCounts& counts,
-                                      const GemmShape& shape, unsigned long long* counter,
+                                      const GemmShape& shape, const StampedTickets& tickets,
                                       int tiles)
       : shared_(shared),
         operands_(operands),
         counts_(counts),
         shape_(shape),
-        counter_(counter, tiles),
+        counter_(tickets, tiles),
         tiles_(tiles),
         stages_(kept(smem_address(shared.stages))),
         read_(stages_),

@@ -12,8 +12,8 @@ namespace grouped_linear::cuda::sm80 {
 // Used by one thread a block, which takes a number whenever it begins a tile.
 class TileCounter {
  public:
-  __device__ __forceinline__ TileCounter(unsigned long long* counter, int tiles)
-      : counter_(counter), tiles_(tiles), next_(blockIdx.x + gridDim.x) {}
+  __device__ __forceinline__ TileCounter(const StampedTickets& tickets, int tiles)
+      : counter_(tickets), tiles_(tiles), next_(blockIdx.x + gridDim.x) {}
 
   __device__ __forceinline__ void begin() {
     if (is_dynamic() && blockIdx.x == 0) counter_.stamp();

@@ -43,6 +43,18 @@ constexpr int kThreads = 128 + 32 * kMathWarps;  // with the warpgroup that load
 constexpr int kClusterSize = 2;
 constexpr int kSwizzleBytes = 128;  // a line of the 128-byte swizzle
 
+// How many lanes of a math warp arrive for it where it has read. compute-sanitizer's racecheck takes
+// an arrival for that of one lane alone, so in builds for it all of them arrive (CMake's option
+// GROUPED_LINEAR_RACECHECK).
+#ifdef GROUPED_LINEAR_RACECHECK
+constexpr int kArrivingLanes = 32;
+#else
+constexpr int kArrivingLanes = 1;
+#endif
+constexpr bool kEveryLaneArrives = kArrivingLanes > 1;
+// The arrivals of a math warp at the barrier of a stage, in each block of the cluster.
+constexpr int kReleases = kEveryLaneArrives ? kArrivingLanes / kClusterSize : 1;
+
 // The layouts' blocks, 128 like kTileM. GemmConfig asserts what the kernels need of their equality.
 constexpr int kScaleBlock = kBlock;   // elements of K, or columns, that share an FP8 scale
 constexpr int kPaddedBlock = kBlock;  // rows of a block in the padded columnwise layout

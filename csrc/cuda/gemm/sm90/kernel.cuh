@@ -82,7 +82,8 @@ __device__ void compute_tiles(SharedStorage<Config>& shared, const Params& param
       mbarrier_wait(&shared.epilogue_empty[thread.warpgroup], phase);
       fill();
       __syncwarp();
-      if (thread.lane == 0) mbarrier_arrive(&shared.epilogue_full[thread.warpgroup]);
+      if (kEveryLaneArrives || thread.lane == 0)
+        mbarrier_arrive(&shared.epilogue_full[thread.warpgroup]);
     };
     const auto skip_epilogue = [&] {
       for (int i = 0; i < Epilogue::subtiles(epilogue); ++i) sync(i, [] {});
@@ -187,16 +188,16 @@ __device__ void prologue(Control& control, const TensorMaps& maps) {
       mbarrier_init(&control.full[stage],
                     Producer::template kArrivals<Config> + roles.count(Role::kScales));
       // Every math warp of the cluster arrives: a stage has parts that the other block loads.
-      mbarrier_init(&control.empty[stage], kMathWarps * kClusterSize);
+      mbarrier_init(&control.empty[stage], kMathWarps * kClusterSize * kReleases);
       if (Config::kScale1x128) mbarrier_init(&control.scales_full[stage], 1);
     }
     for (int slot = 0; slot < kTileSlots; ++slot) {
       mbarrier_init(&control.tile_full[slot], 1);
-      mbarrier_init(&control.tile_empty[slot], 1);
+      mbarrier_init(&control.tile_empty[slot], releases_of_tile());
     }
     control.rank = static_cast<int>(cluster_rank());
     for (int i = 0; i < kMathWarpgroups; ++i) {
-      mbarrier_init(&control.epilogue_full[i], kMathWarps / kMathWarpgroups);
+      mbarrier_init(&control.epilogue_full[i], kMathWarps / kMathWarpgroups * kArrivingLanes);
       // A third store warp reads the buffers of both warpgroups. Swapped, all three do.
       const int readers = roles.count(Role::kStore) < 3 ? 1 : Config::kSwapped ? 3 : 2;
       mbarrier_init(&control.epilogue_empty[i], readers);

@@ -218,7 +218,7 @@ class WeightFragments {
   }
   __device__ __forceinline__ void release() {
     __syncwarp();
-    if (is_first_lane_) mbarrier_arrive(&shared_.packed_empty[state_.stage]);
+    if (kEveryLaneArrives || is_first_lane_) mbarrier_arrive(&shared_.packed_empty[state_.stage]);
     state_.advance();
   }
 
@@ -460,15 +460,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1) __cluster_dims__(kCluster
     prefetch_tensor_map(&maps.out);
     for (int stage = 0; stage < Config::kStages; ++stage) {
       mbarrier_init(&shared.full[stage], TmaProducer::kArrivals<Config>);
-      mbarrier_init(&shared.empty[stage], math_warps * kClusterSize);
+      mbarrier_init(&shared.empty[stage], math_warps * kClusterSize * kReleases);
     }
     for (int stage = 0; stage < Config::kPackedStages; ++stage) {
       mbarrier_init(&shared.packed_full[stage], 1);
-      mbarrier_init(&shared.packed_empty[stage], math_warps);
+      mbarrier_init(&shared.packed_empty[stage], math_warps * kArrivingLanes);
     }
     for (int slot = 0; slot < kTileSlots; ++slot) {
       mbarrier_init(&shared.tile_full[slot], 1);
-      mbarrier_init(&shared.tile_empty[slot], 1);
+      mbarrier_init(&shared.tile_empty[slot], releases_of_tile());
     }
     shared.rank = static_cast<int>(cluster_rank());
     fence_mbarrier_init();

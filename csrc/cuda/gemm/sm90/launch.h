@@ -114,7 +114,7 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const GroupedGemm& gemm,
   const std::optional<Tensor> room = scheduler_room<Config>(gemm.offs, shape, clusters);
   SplitKWorkspace workspace{};
   if (room) {
-    workspace.tile_counter = static_cast<unsigned long long*>(room->data_ptr());
+    workspace.tickets = StampedTickets::in(room->data_ptr());
     if (Config::kSplitsK) {
       workspace.flags = static_cast<uint64_t*>(room->data_ptr()) + kCounterWords;
       workspace.accumulators = reinterpret_cast<float*>(workspace.flags + clusters * kFlagsPerSlot);

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/gemm/sm90/tensor_maps.cuh"
+#include "cuda/gemm/stamped_counter.cuh"
 #include "cuda/gemm/tile_order.cuh"
 
 namespace grouped_linear::cuda::sm90 {
@@ -18,8 +19,8 @@ struct Scale128x128View {
 
 // Slots count from 1. A slot has a flag and accumulators of every math warp of both blocks.
 struct SplitKWorkspace {
-  unsigned long long* tile_counter;  // see Scheduler. Null: static rounds alone
-  uint64_t* flags;                   // K-grouped, as the accumulators
+  StampedTickets tickets;  // see Scheduler. Null: static rounds alone
+  uint64_t* flags;         // K-grouped, as the accumulators
   float* accumulators;
 };
 

@@ -149,6 +149,14 @@ __device__ __forceinline__ const WorkTile& wait_for_tile(Control& control, int n
   return control.tiles[number % kTileSlots];
 }
 
+// The arrivals that end a phase of tile_empty. The scheduler waits for it in the cluster's first
+// block. Nobody waits in the second, whose producer arrives all the same, because a branch in its
+// loop makes ptxas move TMA's operands: a number that it hardly reaches ends no phase there.
+__device__ __forceinline__ int releases_of_tile() {
+  constexpr int kMostArrivals = (1 << 20) - 1;
+  return cluster_rank() == 0 ? 1 : kMostArrivals;
+}
+
 // The producer's: with that, the scheduler may publish another.
 __device__ __forceinline__ void release_tile(Control& control, int number) {
   mbarrier_arrive(&control.tile_empty[number % kTileSlots]);
@@ -165,7 +173,7 @@ class Scheduler {
   template <typename Params>
   __device__ Scheduler(SharedStorage<Config>& shared, const Params& params)
       : shared_(shared),
-        counter_(params.workspace.tile_counter),
+        counter_(params.workspace.tickets),
         counts_(params.counts),
         shape_(params.shape) {}
 

@@ -168,7 +168,7 @@ class ConsumerPipeline {
   // Hands a stage back to the producers of both blocks, which may have loaded parts of it.
   __device__ __forceinline__ void release(int stage) const {
     __syncwarp();  // the whole warp has read the stage's scales
-    if (lane_ >= kClusterSize) return;
+    if (!kEveryLaneArrives && lane_ >= kClusterSize) return;
     mbarrier_arrive_remote(first_empty_ + stage * sizeof(uint64_t));
   }
 

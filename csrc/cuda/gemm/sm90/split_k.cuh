@@ -4,9 +4,8 @@
 // slots.
 //
 // Bytes: a block's tile of float32, 128 KiB in 16 bits and 96 KiB in FP8, is written once and read
-// once, mostly in L2. The reader waits for a flag and clears it. So no flag outlives the kernel
-// that set it, and the workspace needs no clearing before: whatever else lies there is not this one
-// value of 2^64.
+// once, mostly in L2. The reader waits for a flag, which is the launch's stamp, and clears it. So no
+// flag outlives the kernel that set it, and the workspace needs no clearing before.
 #pragma once
 
 #include "cuda/gemm/sm90/params.cuh"
@@ -14,14 +13,12 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-constexpr int kCounterWords = 16;  // one, and what keeps the rest aligned
+constexpr int kCounterWords = 16;  // StampedTickets', and what keeps the rest aligned
 constexpr int kFlagsPerSlot = kClusterSize * kMathWarps;
 template <typename Config>
 constexpr int kAccumulatorsPerSlot = kClusterSize * kTileM * Config::kTileN;
 // There are as many slots as clusters at most, and a WorkTile names them in 8 bits.
 constexpr int kMaxClusters = WorkTile::kMaxSlots;
-
-constexpr uint64_t kFixupFlag = 0x9d1fa0c7b3e85d26;
 
 // This warp's index among all slots' warps.
 __device__ __forceinline__ int64_t slot_warp(int slot) {
@@ -38,7 +35,7 @@ __device__ __forceinline__ void write_partial(const SplitKWorkspace& workspace, 
 #pragma unroll
   for (int i = 0; i < count; ++i) st_global_cg(to + 32 * i, accum[i]);
   __syncwarp();
-  if (lane == 0) st_release(workspace.flags + warp, kFixupFlag);
+  if (lane == 0) st_release(workspace.flags + warp, workspace.tickets.stamp);
 }
 
 // Adds the slots [first, first + slots).
@@ -51,7 +48,7 @@ __device__ __forceinline__ void add_partials(const SplitKWorkspace& workspace, i
     const int64_t warp = slot_warp(slot);
     if (lane == 0) {
       const DebugWait wait("a split-K slice");
-      while (ld_acquire(workspace.flags + warp) != kFixupFlag) {
+      while (ld_acquire(workspace.flags + warp) != workspace.tickets.stamp) {
         wait.check();
         __nanosleep(64);
       }

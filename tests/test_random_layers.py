@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of random options on a GPU have the CPU's numbers.
+
+`python tests/random_layers.py --layers N --seed S` runs as many others as one likes.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from support.devices import needs_gpu
+from support.random_layer import difference, drawn
+
+AT_ONCE = 50
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """New memory of tensors is NaN: what a kernel leaves out shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@needs_gpu
+@pytest.mark.parametrize("first", range(0, 2000, AT_ONCE))
+def test_gpu_has_the_numbers_of_the_cpu(first: int, poisoned: None) -> None:
+    for seed in range(first, first + AT_ONCE):
+        text, run, allowed = drawn(seed)
+        off = difference(run("cuda"), run("cpu"))
+        assert off <= allowed, text
+
+
+@pytest.mark.nightly
+@needs_gpu
+@pytest.mark.parametrize("first", range(2000, 40000, 500))
+def test_many_more(first: int, poisoned: None) -> None:
+    for seed in range(first, first + 500):
+        text, run, allowed = drawn(seed)
+        off = difference(run("cuda"), run("cpu"))
+        assert off <= allowed, text
+
+
+def test_a_seed_is_a_layer() -> None:
+    """The CPU gives the same numbers again, and a planted fault is seen."""
+    for seed in range(12):
+        text, run, allowed = drawn(seed)
+        first, again = run("cpu"), run("cpu")
+        assert drawn(seed)[0] == text
+        assert difference(first, again) == 0, text
+        largest = max(first, key=lambda t: t.numel())
+        if largest.numel() and largest.any():
+            spoilt = [t.clone() for t in first]
+            spoilt[[t is largest for t in first].index(True)].view(-1)[0] = float("nan")
+            assert difference(spoilt, first) > allowed
