@@ -5,7 +5,7 @@
 
 A GroupedMLP in BF16 under Float8BlockScaling, compiled; forward and backward as one CUDA graph,
 with a cold L2 cache, in turns (on a CPU, one call). The share is the median of the rounds' own
-ratios. Then each call of watch_operand_ that the layer makes, alone, with the flag on.
+ratios. With the flag off the counts are computed as well, and not kept.
 """
 
 import argparse
@@ -17,8 +17,8 @@ import torch
 
 from benchmarks import timing
 from benchmarks.bench_expert_layer import TOKENS_AND_SIZES
-from grouped_linear import Float8BlockScaling, GroupedMLP, ops, watch
-from grouped_linear.nn.watched import PARTS
+from grouped_linear import Float8BlockScaling, GroupedMLP
+from grouped_linear.contrib import watch
 
 SIZES = {**TOKENS_AND_SIZES, "small": (256, 256, 128, 8, 2)}
 UNWATCHED, OFF, ON = "unwatched", "watched, flag off", "watched, flag on"
@@ -55,41 +55,6 @@ def layers(name: str, device: torch.device) -> Mapping[str, timing.Call]:
     return calls
 
 
-def operands(name: str, device: torch.device) -> Mapping[str, timing.Call]:
-    """The op on what the layer gives it, and on the first of them with the flag off."""
-    tokens, H, F, E, C = SIZES[name]
-    R, like = tokens * C, {"dtype": torch.bfloat16, "device": device}
-    offs = torch.full((E,), R // E, device=device).cumsum(0).int()
-    x, gate_up, dh = (
-        torch.randn(R, H, **like),
-        torch.randn(R, 2 * F, **like),
-        torch.randn(R, F, **like),
-    )
-    w, weight = torch.randn(E, 2 * F, H, **like), torch.rand(R, device=device)
-    stats = torch.zeros(4, PARTS, E, 14, dtype=torch.float64, device=device)
-    off, on = torch.zeros(2, dtype=torch.int32, device=device).unbind()
-    on.fill_(1)
-    of_x = ops.group_quantize(x, offs, columnwise=True, share_scales=True)
-    of_h = ops.group_quantize_swiglu(gate_up, offs)
-    of_gradient = ops.group_quantize_swiglu_grad(
-        dh, gate_up, weight, offs, h_columnwise=True, share_h_scales=True
-    )
-    q_w, scale_w, _ = ops.quantize_weight(w)
-    both = {"gate_up": gate_up, "weight": weight}
-    t = ops.watch_operand_
-    return {
-        "x": lambda: t(stats, on, 0, x, of_x.q, of_x.scale, offs),
-        "x, flag off": lambda: t(stats, off, 0, x, of_x.q, of_x.scale, offs),
-        "x, scales of columns": lambda: t(stats, on, 0, None, offs=offs, scale_t=of_x.scale_t),
-        "gate_up_proj": lambda: t(stats, on, 1, w, q_w, scale_w),
-        "h": lambda: t(stats, on, 2, None, of_h.q, of_h.scale, offs, gate_up=gate_up),
-        "d_gate_up": lambda: t(stats, on, 3, dh, of_gradient.q, of_gradient.scale, offs, **both),
-        "h, scales of columns": lambda: t(
-            stats, on, 2, None, offs=offs, scale_t=of_gradient.scale_h_t
-        ),
-    }
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_watch")
     parser.add_argument("--shapes", nargs="+", choices=SIZES, default=["qwen3_30b", "dsv3_ep8"])
@@ -99,17 +64,13 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device(options.device)
     print(*timing.machine(device), sep="\n", end="\n\n")
     rows = [["shape", "layer", "us", "time / unwatched"]]
-    alone = [["shape", "watch_operand_ of", "us"]]
     for name in options.shapes:
         torch._dynamo.reset()
         times = timing.time_paired(layers(name, device), device, options.rounds)
         for candidate, t in times.items():
             share = f"{1 / t.share.median:.4f}"
             rows.append([name, candidate, f"{t.microseconds.median:,.1f}", share])
-        with torch.no_grad():
-            of_ops = timing.time_paired(operands(name, device), device, options.rounds)
-        alone += [[name, n, f"{t.microseconds.median:,.1f}"] for n, t in of_ops.items()]
-    print(timing.markdown(rows), timing.markdown(alone), sep="\n\n")
+    print(timing.markdown(rows))
 
 
 if __name__ == "__main__":

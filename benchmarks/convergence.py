@@ -41,7 +41,7 @@ from benchmarks import timing
 from benchmarks.convergence_report import RESTARTED, Record
 from benchmarks.python_source import Corpus, corpus
 from grouped_linear import Float8BlockScaling, Format, Recipe, convert
-from grouped_linear.debugging import fake_quantize
+from grouped_linear.contrib import fake_quantize
 
 BALANCE_COEFFICIENT = 0.01  # of the load-balancing loss: Switch Transformer, arXiv:2101.03961
 WARM_UP = 0.05  # of the steps; then a cosine to zero

@@ -28,7 +28,7 @@ from benchmarks import timing
 from benchmarks.convergence import MODES, SCALES, Learner, Scale, Training, new_model
 from benchmarks.convergence_report import LABELS
 from benchmarks.python_source import Corpus, corpus
-from grouped_linear import watch
+from grouped_linear.contrib import watch
 
 LEARNS_IN = "bf16"
 COMPARED = (

@@ -92,17 +92,6 @@ void check_refresh_weight_delayed(const std::optional<Tensor>& amax, const std::
                                   const std::optional<Tensor>& q_t);
 void check_refresh_weight_mx(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
                              const Tensor& w_rowwise, const std::optional<Tensor>& w_columnwise);
-// T rows of K features, or a weight of N rows an expert; 0 where there are columns alone.
-struct WatchedSize {
-  int64_t T, N, K;
-};
-WatchedSize check_watch_operand(
-    const Tensor& stats, const Tensor& turn, int64_t operand, const std::optional<Tensor>& x,
-    const std::optional<Tensor>& q, const std::optional<Tensor>& scale,
-    const std::optional<Tensor>& offs, const std::optional<Tensor>& rows,
-    const std::optional<Tensor>& q_rows, const std::optional<Tensor>& gate_up,
-    const std::optional<Tensor>& weight, const std::optional<Tensor>& scale_t,
-    const std::optional<Tensor>& routed, int64_t most);
 void check_transpose_weight(const Tensor& q);
 void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
                        const Tensor& master, const Tensor& grad, const Tensor& exp_avg,

@@ -151,18 +151,6 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "update_scales_(Tensor(a!)[] scale, Tensor(b!)[] amax, Tensor(c!)[] amax_history, "
       "float[] fp8_max, int margin=0, bool most_recent=False) -> ()");
 
-  // stats [operands, parts, E, 14] float64: adds what quantization does to `most` rows of each group,
-  // if the 0-d int32 `turn` is not 0; it says which rows. The operand: x [T, K] or x[rows], swiglu of gate_up
-  // [T, 2 K], or its gradient, of x and weight [T], as in swiglu_grad; without offs a weight
-  // [E, N, K]. What is multiplied: q or q[q_rows], with scale of blocks or [E]. scale_t: of
-  // columnwise data. routed [E]: offs before rows were dropped
-  m.def(
-      "watch_operand_(Tensor(a!) stats, Tensor turn, int operand, Tensor? x, Tensor? q=None, "
-      "Tensor? scale=None, Tensor? offs=None, Tensor? rows=None, Tensor? q_rows=None, "
-      "Tensor? gate_up=None, Tensor? weight=None, Tensor? scale_t=None, Tensor? routed=None, "
-      "int most=4, float alpha=1.0, float beta=0.0, float? limit=None, bool interleaved=False, "
-      "float cubic=0.0) -> ()");
-
   // A step of Adam over master [E, N, K], as torch steps a parameter, and over the FP8 numbers of it.
   // master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq [E, N, K] of one dtype; step, lr_tensor (in place of lr), grad_scale, found_inf: 0-d float32. grad is
   // written if grad_scale is given, and nothing is if found_inf is not 0
@@ -285,7 +273,6 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   OP(refresh_weight_delayed_)    \
   OP(refresh_weight_mx_)         \
   OP(update_scales_)             \
-  OP(watch_operand_)             \
   OP(adam_weight_)               \
   OP(addmm)                      \
   OP(grouped_mm)                 \

@@ -20,9 +20,7 @@ from grouped_linear import loading as loading  # first: it registers the ops  # 
 from grouped_linear import meta_kernels as meta_kernels  # their fakes  # isort: skip
 from grouped_linear import ops  # isort: skip
 from grouped_linear import te as te
-from grouped_linear.debugging import compare, watch
 from grouped_linear.integrations import spmd as spmd
-from grouped_linear.integrations.batch_invariance import check_batch_invariant
 from grouped_linear.integrations.convert import convert
 from grouped_linear.integrations.routing_replay import record_routing, replay_routing
 from grouped_linear.nn.functional import grouped_linear
@@ -57,8 +55,6 @@ __all__ = [
     "Recipe",
     "SquaredReLU",
     "SwiGLU",
-    "check_batch_invariant",
-    "compare",
     "convert",
     "grouped_linear",
     "grouped_mlp",
@@ -68,7 +64,6 @@ __all__ = [
     "replay_routing",
     "te",
     "update_scales",
-    "watch",
 ]
 
 

@@ -16,8 +16,8 @@ import argparse
 import torch
 from torch import Tensor, nn
 
-from grouped_linear import Float8BlockScaling, GroupedMLP, watch
-from grouped_linear.debugging import Statistics
+from grouped_linear import Float8BlockScaling, GroupedMLP
+from grouped_linear.contrib import Statistics, watch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

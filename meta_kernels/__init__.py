@@ -15,4 +15,3 @@ from grouped_linear.meta_kernels import quantize as quantize
 from grouped_linear.meta_kernels import refresh as refresh
 from grouped_linear.meta_kernels import routing as routing
 from grouped_linear.meta_kernels import swiglu_gemm as swiglu_gemm
-from grouped_linear.meta_kernels import watch as watch

@@ -18,10 +18,9 @@ from grouped_linear import (
     GroupedMLP,
     Lora,
     Recipe,
-    compare,
     te,
-    watch,
 )
+from grouped_linear.contrib import compare, watch
 from support import reference
 from support.compare import assert_same_bits
 from support.recipes import RECIPES

@@ -20,11 +20,9 @@ from grouped_linear import (
     GroupedMLP,
     MXFP8BlockScaling,
     Recipe,
-    compare,
     convert,
-    watch,
 )
-from grouped_linear.debugging import fake_quantize
+from grouped_linear.contrib import compare, fake_quantize, watch
 from support import reference
 from support.compare import assert_same_bits
 from support.experts import FusedExperts, GroupedExperts

@@ -25,8 +25,7 @@ grouped_scaled_mm_wgrad 23, grouped_scaled_mm_wgrad_ 30, grouped_scaled_mm_wgrad
 quantize_mxfp4 5, quantize_weight 7, quantize_weight_current 6, quantize_weight_delayed 12,
 quantize_weight_list 9, refresh_weight_ 22, refresh_weight_current_ 23, refresh_weight_delayed_
 29, refresh_weight_mx_ 18, scatter_rows 7, sort_by_expert 3, splits_to_offsets 8, swiglu 11,
-swiglu_grad 18, topk_experts 9, topk_experts_grad 13, transpose_weight 5, update_scales_ 17,
-watch_operand_ 64
+swiglu_grad 18, topk_experts 9, topk_experts_grad 13, transpose_weight 5, update_scales_ 17
 """
 RULES = {op: int(n) for op, n in (pair.split() for pair in NUMBERS.split(","))}
 

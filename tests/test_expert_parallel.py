@@ -41,11 +41,11 @@ from grouped_linear import (
     MXFP8BlockScaling,
     Recipe,
     ops,
-    watch,
 )
 from grouped_linear import (
     compare as compare_with_plain,
 )
+from grouped_linear.contrib import watch
 from grouped_linear.parallel import (
     AllGather,
     AllToAll,

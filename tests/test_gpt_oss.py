@@ -19,9 +19,9 @@ from grouped_linear import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
     Recipe,
-    compare,
     convert,
 )
+from grouped_linear.contrib import compare
 from grouped_linear.integrations.mxfp4 import mxfp4_config
 from grouped_linear.integrations.transformers import register
 from support.compare import assert_same_bits, assert_same_tensors

@@ -19,7 +19,7 @@ ROOMS = (
     "te",
     "parallel",
     "integrations",
-    "debugging",
+    "contrib",
     "selftest",
 )
 

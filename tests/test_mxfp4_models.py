@@ -17,14 +17,8 @@ from torch.func import functional_call
 from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, replace_with_fp8_linear
 
-from grouped_linear import (
-    Float8BlockScaling,
-    MXFP8BlockScaling,
-    Recipe,
-    compare,
-    convert,
-    ops,
-)
+from grouped_linear import Float8BlockScaling, MXFP8BlockScaling, Recipe, convert, ops
+from grouped_linear.contrib import compare
 from grouped_linear.integrations.experts import experts_of
 from support.compare import assert_same_bits, assert_same_tensors
 from support.devices import devices

@@ -24,12 +24,10 @@ from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    check_batch_invariant,
-    compare,
     convert,
     record_routing,
-    watch,
 )
+from grouped_linear.contrib import check_batch_invariant, compare, watch
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_bits, assert_same_tensors
 from support.documents import models

@@ -56,8 +56,6 @@ MXFP8BlockScaling
 Recipe
 SquaredReLU
 SwiGLU
-check_batch_invariant
-compare
 convert
 grouped_linear
 grouped_mlp
@@ -66,8 +64,7 @@ ops
 record_routing
 replay_routing
 te
-update_scales
-watch""",
+update_scales""",
     )
 
 
@@ -106,7 +103,7 @@ Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0, share_x_scales=True
 Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0,
     gradient_dtype=torch.float8_e4m3fn, *, requantize_weights=False)
 Format(dtype=None, scaling=None, power_of_two_scales=False, amax_epsilon=0, share_scales=False,
-    wgrad_dtype=None, quantize=None, state=None, records=True, watched=None)
+    wgrad_dtype=None, quantize=None, state=None, records=True, observer=None)
 GeGLU(approximate='none')
 GroupedLinear(num_experts, in_features, out_features, bias=True, device=None, dtype=None, *,
     recipe=None, cache_weights=False, fuse_wgrad_accumulation=False, weights=None, lora=None)
@@ -126,8 +123,6 @@ Lora(rank, alpha=None, dropout=0, rslora=False, dtype=None)
 MXFP8BlockScaling()
 SquaredReLU()
 SwiGLU(alpha=1, beta=0, limit=None, interleaved=False, cubic=0)
-check_batch_invariant(model)
-compare(model, step, *, roles=False, compiled=False)
 convert(model, recipe=None, *, weights=None, recipes=None, save_gate_up_in_fp8=False)
 grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None, *, lora=None)
 grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None, state=None, *,
@@ -140,8 +135,7 @@ grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj, row_weights=None, recip
     recompute_gate_up=False, gate_up_lora=None, down_lora=None)
 record_routing(model, batch_size, max_tokens, *, weights=False)
 replay_routing(model, routing)
-update_scales(model, group=None)
-watch(model, *, every=1, rows=4, to=None)""",
+update_scales(model, group=None)""",
     )
 
 

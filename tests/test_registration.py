@@ -210,11 +210,7 @@ topk_experts_grad(Tensor d_weights, Tensor logits, Tensor experts, str score_fun
     bool normalize=False, float scaling_factor=1.) -> Tensor
 transpose_weight(Tensor q) -> Tensor
 update_scales_(Tensor(a!)[] scale, Tensor(b!)[] amax, Tensor(c!)[] amax_history, float[]
-    fp8_max, int margin=0, bool most_recent=False) -> ()
-watch_operand_(Tensor(a!) stats, Tensor turn, int operand, Tensor? x, Tensor? q=None, Tensor?
-    scale=None, Tensor? offs=None, Tensor? rows=None, Tensor? q_rows=None, Tensor? gate_up=None,
-    Tensor? weight=None, Tensor? scale_t=None, Tensor? routed=None, int most=4, float alpha=1.,
-    float beta=0., float? limit=None, bool interleaved=False, float cubic=0.) -> ()""",
+    fp8_max, int margin=0, bool most_recent=False) -> ()""",
     )
 
 

@@ -30,11 +30,11 @@ from grouped_linear import (
     Recipe,
     SquaredReLU,
     SwiGLU,
-    check_batch_invariant,
     convert,
     ops,
     te,
 )
+from grouped_linear.contrib import check_batch_invariant
 from support.compare import assert_same_bits, bits
 from support.devices import DEVICES, needs_gpu
 from support.errors import sentence

@@ -24,9 +24,8 @@ from grouped_linear import (
     SwiGLU,
     grouped_linear,
     update_scales,
-    watch,
 )
-from grouped_linear.debugging import fake_quantize
+from grouped_linear.contrib import fake_quantize, watch
 from grouped_linear.nn.lora import LoraWeights
 from grouped_linear.parallel import ExpertParallel
 from support.compare import assert_same_bits

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grouped_linear import Float8BlockScaling, convert, watch
+from grouped_linear import Float8BlockScaling, convert
+from grouped_linear.contrib import watch
 from support.compare import assert_same_bits
 from support.processes import PROCESSES, Checks, Passes
 from support.tensors import BF16, DTYPES

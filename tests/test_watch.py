@@ -6,6 +6,8 @@ T rows, E groups, K in_features, N out_features, H features of a token, F featur
 
 import copy
 import csv
+import io
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,9 @@ from grouped_linear import (
     SwiGLU,
     convert,
     ops,
-    watch,
 )
-from grouped_linear.debugging import Statistics
-from grouped_linear.meta_kernels.watch import COLUMNS
-from grouped_linear.nn.watched import WatchedLayer
+from grouped_linear.contrib import Statistics, watch
+from grouped_linear.contrib.watch_counts import COLUMNS, WatchedLayer
 from grouped_linear.parallel import ExpertParallel
 from grouped_linear.recipes.recipe import ROLES
 from support import reference
@@ -42,8 +42,6 @@ from support.errors import sentence
 from support.experts import GroupedExperts
 from support.formats import composed
 from support.hugging_face import model_of, tokens
-from support.op_info import Sample
-from support.ops import PAGES
 from support.pairs import pairwise
 from support.processes import Checks, Passes, device
 from support.recipes import RECIPES
@@ -52,7 +50,7 @@ from support.tensors import BF16, FP32
 E, K, N, F, C = 5, 128, 272, 144, 2
 SPLITS = (40, 0, 131, 3, 60)
 T = sum(SPLITS) + 6
-DEVICES = devices("watch_operand_")
+DEVICES = devices("grouped_scaled_mm")
 
 
 def linear(recipe: Recipe | None, where: str, dtype: torch.dtype = BF16, **options: Any) -> Any:
@@ -99,60 +97,145 @@ def step(layer: Any, x: Tensor, *arguments: Any, of: Any = None) -> list[Tensor]
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
     """All but the shared scales; float64 sums of squares in another order."""
-    torch.testing.assert_close(actual[..., :11], expected[..., :11], rtol=1e-12, atol=0)
+    same = [i for i, name in enumerate(COLUMNS) if name not in ("blocks", "shared")]
+    torch.testing.assert_close(actual[..., same], expected[..., same], rtol=1e-12, atol=0)
 
 
 # --- the numbers ---------------------------------------------------------------------------------
 
 
-def operand(name: str, t: Tensor, offs: Tensor | None, fp8: torch.dtype) -> dict[str, Tensor]:
-    """What a GEMM reads of rows, or of a weight, under a recipe, of the reference's quantizers."""
+def operand(name: str, t: Tensor, offs: Tensor | None, fp8: torch.dtype) -> tuple[Any, Any]:
+    """What a GEMM reads of rows, or of a weight, and each number's scale, by the reference."""
     scaling, is_weight = reference.Scaling(name == "block"), offs is None
     if name == "none":
-        return {}
+        return None, None
     if name == "mxfp8":
-        return {"q": reference.round_mx_rowwise(t.flatten(0, -2)).view(t.shape)}
+        return reference.round_mx_rowwise(t.flatten(0, -2)).view(t.shape), None
     if name == "block" and is_weight:
         q, scale, _ = reference.quantize_weight(t, scaling)
-    elif name == "block":
+        scale = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        return q, scale[:, : t.size(1), : t.size(2)]
+    if name == "block":
         q, scale = reference.quantize_rowwise(t, scaling)
-        scale = torch.nn.functional.pad(scale, (0, -len(t) % 4), value=torch.nan)
-    elif is_weight:
+        return q, scale[:, : len(t)].t().repeat_interleave(128, 1)[:, : t.size(1)]
+    if is_weight:
         q, scale = reference.quantize(t, (1, 2), scaling)
-        scale = scale.flatten()
+        return q, scale.expand(t.shape)
+    if name == "saturated":
+        scale = torch.full((E,), OLD_SCALE)
+        q, _ = reference.quantize_groups_with(t, offs, scale, fp8)
     else:
         q, scale = reference.quantize_groups(t, offs, scaling, fp8)
-    return {"q": q, "scale": scale}
+    of_row = torch.ones(len(t))
+    for group, one in zip(reference.groups(offs, len(t)), scale, strict=True):
+        of_row[group] = one
+    return q, of_row[:, None].expand(t.shape)
 
 
-def expected(name: str, t: Tensor, offs: Tensor | None, fp8: torch.dtype) -> Tensor:
-    """[E, 11], as the op's page counts them in float64 where no step was before."""
-    given: dict[str, Any] = {"stats": torch.zeros(1, 1, E, len(COLUMNS)).double(), "operand": 0}
-    given |= {"turn": torch.tensor(1).int(), "x": t, **operand(name, t.float(), offs, fp8)}
-    given |= {} if offs is None else {"offs": offs}
-    [counted] = PAGES["watch_operand_"].expected(Sample("watch_operand_", given))
-    assert counted is not None
-    return counted.expected[0, 0, :, :11]
+def spaced(n: int, most: int | None, turn: int) -> list[int]:
+    """At most so many of n: one of each of as many spaces, the larger first, by the turn."""
+    count, found, first = n if most is None else min(n, most), [], 0
+    share = Fraction((turn - 1) * 2654435769 % 2**32, 2**32)  # by the golden ratio
+    for i in range(count):
+        space = n // count + (i < n % count)
+        found.append(first + int(share * space))
+        first += space
+    return found
+
+
+def expected(
+    name: str,
+    t: Tensor,
+    offs: Tensor | None,
+    fp8: torch.dtype = reference.E4M3,
+    most: int | None = 4,
+    turn: int = 1,
+) -> Tensor:
+    """[E, columns] in float64, of the reference's quantizers."""
+    q, scale = operand(name, t.float(), offs, fp8)
+    N = t.size(1)
+    groups = [slice(e * N, (e + 1) * N) for e in range(E)]
+    if offs is not None:
+        groups = reference.groups(offs, len(t))
+    t, q, scale = (x if x is None else x.double().flatten(0, -2) for x in (t, q, scale))
+    counted, width = [], 128 if name == "block" else t.size(1)
+    for group in groups:
+        n = group.stop - group.start
+        at = [group.start + i for i in spaced(n, most, turn)]
+        x, after = t[at], None if q is None else q[at] * (1 if scale is None else scale[at])
+        finite = x.isfinite() if after is None else x.isfinite() & after.isfinite()
+        now = {"calls": 1, "rows": n, "numbers": x.numel(), "not_finite": (~finite).sum()}
+        now["amax"] = x[finite].abs().max() if finite.any() else 0
+        if after is not None:
+            now["compared"] = finite.sum()
+            now["underflow"] = (finite & (x != 0) & (after == 0)).sum()
+            now["error"] = ((after - x)[finite] ** 2).sum()
+            now["square"] = (x[finite] ** 2).sum()
+        if scale is not None:
+            beyond = 464.0 if fp8 == reference.E4M3 else 61440.0  # half a step beyond the largest
+            now["saturated"] = (finite & (x.abs() > beyond * scale[at])).sum()
+            scanned = [group.start + i for i in spaced(n, most and 128 * most, turn)]
+            if offs is None or name != "block":  # whole blocks, and a group's
+                scanned = list(range(group.start, group.stop))
+            # Zeros have scale 1 and count nothing: a block of rows, a row's, or a group's.
+            of_blocks = scale[scanned].masked_fill(~is_counted(q, scale, scanned, width), 0)
+            now["scaled_amax"] = of_blocks.max() * torch.finfo(fp8).max if n else 0
+        counted.append([float(now.get(column, 0)) for column in COLUMNS])
+    return torch.tensor(counted, dtype=torch.float64)
+
+
+def is_counted(q: Tensor, scale: Tensor, at: list[int], width: int) -> Tensor:
+    """Where a scale is of a block that has a number other than 0, or is not 1."""
+    has = torch.stack([(part != 0).any(1) for part in q[at].split(width, 1)], 1)
+    return has.repeat_interleave(width, 1)[:, : q.size(1)] | (scale[at] != 1)
+
+
+OLD_SCALE = 2.0**-8
+EXTREMES = ("none", "block", "current", "delayed", "saturated", "mxfp8")
+
+
+def extremes(t: Tensor) -> Tensor:
+    """Rows of zeros, whose scale is 1, and what is not finite."""
+    t[5:9] = 0
+    t[41::7, 2] = torch.inf
+    t[43::9, -1] = torch.nan
+    t[60, 20] = 400  # whose scale is 1 as well
+    return t
 
 
 @pytest.mark.parametrize("where", DEVICES)
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("name", RECIPES)
-def test_numbers_of_a_linear_layer(name: str, dtype: torch.dtype, where: str) -> None:
+@pytest.mark.parametrize(
+    ("most", "turn", "dtype", "changed"),
+    [(4, 1, BF16, False), (4, 7, FP32, True), (1, 2, BF16, True), (None, 3, BF16, True)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", EXTREMES)
+def test_numbers_of_a_linear_layer(
+    name: str, most: int | None, turn: int, dtype: torch.dtype, changed: bool, where: str
+) -> None:
     """Each role and group, of rows that are quantized by the reference, in float64."""
-    layer = linear(RECIPES[name], where, dtype)
-    seen = watched(layer)
+    layer = linear(RECIPES["delayed" if name == "saturated" else name], where, dtype)
+    if name == "saturated":  # by scales of earlier steps, which were smaller
+        layer.weight_state.x.scale.fill_(OLD_SCALE)
     x, dy, offs = rows(K, dtype), rows(N, dtype), torch.tensor(SPLITS).cumsum(0).int()
+    if changed:
+        x, dy = extremes(x), extremes(dy)
+    seen = watch(layer, rows=most).layers[""]
+    seen.switch(turn)
     layer(x.to(where, copy=True).requires_grad_(), list(SPLITS)).backward(dy.to(where))
     read = seen.read().cpu()[0]
-    dy_dtype = reference.E5M2 if name == "delayed" else reference.E4M3
-    found = {
-        "input": expected(name, x, offs, reference.E4M3),
-        "weight": expected(name, layer.weight.detach().cpu(), None, reference.E4M3),
-        "grad_output": expected(name, dy, offs, dy_dtype),
+    delayed = name in ("delayed", "saturated")
+    w, of_others = layer.weight.detach().cpu(), "delayed" if delayed else name
+    by_role = {
+        "input": expected(name, x, offs, most=most, turn=turn),
+        "weight": expected(of_others, w, None, most=most, turn=turn),
+        "grad_output": expected(
+            of_others, dy, offs, reference.E5M2 if delayed else reference.E4M3, most, turn
+        ),
     }
-    for role, of_role in found.items():
+    for role, of_role in by_role.items():
         assert_near(read[ROLES.index(role)], of_role)
+    assert name != "saturated" or by_role["input"][:, COLUMNS.index("saturated")].sum() > 0
 
 
 @pytest.mark.parametrize("where", DEVICES)
@@ -178,9 +261,7 @@ def test_numbers_of_an_mlp(name: str, where: str) -> None:
             t = ops.swiglu(t, sorted_rows.offs)
         of_one = beside.read()[0]
         for role in (0, 1):
-            torch.testing.assert_close(
-                read[i, role, :, :11], of_one[role, :, :11], rtol=1e-12, atol=0
-            )
+            assert_near(read[i, role], of_one[role])
     # of the second layer the unweighted gradient is multiplied
     torch.manual_seed(4)
     d_out_RK = torch.randn(x.shape).to(x)[sorted_rows.token.long()]
@@ -278,7 +359,7 @@ def test_bits_flag_and_compiled_graphs(name: str, kind: str, where: str) -> None
     seen.switch(True)
     on = step(layer, x, *arguments)
     counted = seen.read()
-    assert counted[..., 0].sum() == counted[..., 0].numel()  # each operand of each group, once
+    assert (counted[..., COLUMNS.index("calls")] == 1).all()  # each operand of each group, once
     assert not seen.read().any()
     for results in (off, on):
         assert_all_same_bits(results, plain)
@@ -398,18 +479,31 @@ def test_cuda_graph_obeys_the_flag(name: str, kind: str) -> None:
 # --- copies, devices, readings -------------------------------------------------------------------
 
 
-def test_copies_count_for_themselves_and_dtypes_stay() -> None:
+def test_copies_and_pickles_are_not_watched() -> None:
     layer, x, arguments = case("mlp", Float8BlockScaling(), "cpu")
-    seen = watched(layer)
-    assert "watched" not in "".join(layer.state_dict())
+    seen, keys = watched(layer), list(layer.state_dict())
     assert not dict(layer.named_buffers())
-    other = copy.deepcopy(layer).to(FP32)
-    step(other, x.float(), *arguments)
-    assert other.watched.read().dtype == torch.float64
-    assert not seen.read().any()
-    meta = copy.deepcopy(layer).to("meta").to_empty(device="cpu")
-    assert not meta.watched.turn
-    assert not meta.watched.read().any()
+    saved = io.BytesIO()
+    torch.save(layer, saved)
+    saved.seek(0)
+    for other in (copy.deepcopy(layer), torch.load(saved, weights_only=False)):
+        assert other.observed is None
+        assert list(other.state_dict()) == keys
+        step(other, x, *arguments)
+        assert not seen.read().any()
+
+
+def test_the_numbers_move_with_the_model_and_keep_their_dtype() -> None:
+    """To another dtype, and from meta: a model that gets memory after watch counts as any."""
+    _, x, arguments = case("mlp", None, "cpu")
+    layer = mlp(Float8BlockScaling(), "meta")
+    seen = watch(layer)
+    layer.to_empty(device="cpu").reset_parameters()
+    step(layer.to(FP32), x.float(), *arguments)
+    assert layer.observed.read(reset=False).dtype == torch.float64
+    read = seen.read()
+    assert sum(read.loads[0].tokens) == C * len(x)
+    assert all(row.amax > 0 for row in read.operands)
 
 
 def trained(layer: Any, x: Tensor, arguments: Any, lr: float, steps: int, **watching: Any) -> Any:
@@ -518,7 +612,7 @@ def test_table() -> None:
     assert read.worst("scaled_amax", "weight")[0][:3] == ("0.down_proj", "weight", 3)
     seen.remove()
     step(layer, x, *arguments)
-    assert layer.watched is None
+    assert layer.observed is None
 
 
 def test_nothing_to_watch_and_wrong_options() -> None:
@@ -531,7 +625,7 @@ def test_nothing_to_watch_and_wrong_options() -> None:
         watch(layer, rows=True)
     with pytest.raises(ValueError, match=r"^watch: to must be the path of a CSV, .* got int$"):
         watch(layer, to=3)
-    assert layer.watched is None
+    assert layer.observed is None
 
 
 # --- transformers --------------------------------------------------------------------------------
@@ -669,7 +763,7 @@ def check_sharded(rank: int, folder: Path) -> None:
         options: Any = {"use_orig_params": use_orig_params, "device_id": device()}
         flat = FullyShardedDataParallel(module, **options)
         assert "has flat parameters, as FullyShardedData" in sentence(lambda flat=flat: watch(flat))
-        assert all(getattr(m, "watched", None) is None for m in flat.modules())
+        assert all(getattr(m, "observed", None) is None for m in flat.modules())
 
 
 def check_transposed(rank: int, folder: Path) -> None:

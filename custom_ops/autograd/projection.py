@@ -61,7 +61,7 @@ class Projection(NamedTuple):
     """One [E, N, K], or E of [N, K], which have no adapter; copies of parameters under autocast."""
     bias_EN: Tensor | None
     recipe: Recipe
-    """Its formats have the state of delayed scaling, and count where the layer is watched."""
+    """Its formats have the state of delayed scaling, and observers."""
     stored: QuantizedWeight | None = None
     """The quantized weight to read in place of the parameter: a layer's cache, or its own parts."""
     main_grad: MainGrad | None = None
@@ -109,8 +109,8 @@ class Projection(NamedTuple):
             w = quantized.operands(columnwise)
             if columnwise and w.columnwise is None:
                 w = with_shared_scale(quantized.values, quantized.scale, quantized.values)
-        if format.watched is not None:
-            format.watched.weight(weights, w, format)
+        if format.observer is not None:
+            format.observer(weights, w, None, None)
         return w
 
     @property

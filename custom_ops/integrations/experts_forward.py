@@ -70,11 +70,13 @@ def experts_forward(
         return getattr(experts, f"{name}_bias") if experts.has_bias else None
 
     def projection(number: int) -> Projection:
-        name, watched = (first, second)[number], getattr(experts, "watched", None)
+        name, observed = (first, second)[number], getattr(experts, "observed", None)
         w, stored = _operand(experts, name, recipe)
-        of_call = recipe if watched is None else watched.recipe(recipe, number)
+        of_call = recipe or UNQUANTIZED
+        if observed is not None:
+            of_call = observed.recipe(name, of_call)
         adapter = adapter_of("grouped_linear", "lora", lora.get(name))
-        return Projection((w,), bias(name), of_call or UNQUANTIZED, stored, adapter=adapter)
+        return Projection((w,), bias(name), of_call, stored, adapter=adapter)
 
     activation = activation_of(experts)
     if activation is not None:

@@ -221,12 +221,13 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None) -> dict[str, Any]:
     def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         m_splits_E = num_tokens_per_expert.to(torch.int32)  # some routers count in float
         states: Any = getattr(self, "scaling_states", None) or (None,) * len(form.weights)
-        watched = getattr(self, "watched", None)
+        observed = getattr(self, "observed", None)
 
         def projection(i: int, bias: Tensor | None = None) -> Projection:
             of_call = recipe if states[i] is None else states[i].of_call()
-            of_call = of_call if watched is None else watched.recipe(of_call, i)
             of_call = of_call or UNQUANTIZED
+            if observed is not None:
+                of_call = observed.recipe(form.weights[i], of_call)
             frozen = self.frozen_weight(form.weights[i])
             if frozen is not None:
                 kept = frozen.each(local_part)

@@ -16,7 +16,6 @@ from grouped_linear.autograd.projection import Projection
 from grouped_linear.nn.checks import check_options
 from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_grad_of
 from grouped_linear.nn.lora import Lora
-from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen
 from grouped_linear.quantized.weight import Weights, check_weights_kept, keep_weight
 from grouped_linear.quantized.weight_cache import WeightCache
@@ -34,7 +33,7 @@ class GroupedLayer(KeepsFrozen):
 
     weights: Weights
     fuse_wgrad_accumulation: bool
-    watched: WatchedLayer | None
+    observed: Any
     _recipe: Recipe | None
     _adapters: dict[str, Lora]
 
@@ -56,7 +55,7 @@ class GroupedLayer(KeepsFrozen):
         check_options(owner, recipe, cache_weights, fuse_wgrad_accumulation, dtype)
         check_weights_kept(owner, recipe, weights, cache_weights, fuse_wgrad_accumulation)
         self._recipe, self.weights = recipe, weights
-        self.fuse_wgrad_accumulation, self.watched = fuse_wgrad_accumulation, None
+        self.fuse_wgrad_accumulation, self.observed = fuse_wgrad_accumulation, None
 
     def _add_weight(self, name: str, w_ENK: Tensor, cached: bool) -> None:
         """Register a weight, kept as the options say, with its state and its cache."""
@@ -86,12 +85,11 @@ class GroupedLayer(KeepsFrozen):
         weights: Mapping[str, Any],
         bias: Tensor | None,
         first: Tensor | bool | None,
-        number: int = 0,
     ) -> Projection:
         """The projection of the weight ``name`` in one call; errors begin with the name ``owner``.
 
         ``weights`` are its parameters by name, one or one for each expert; ``first`` is from
-        :func:`read_flag`; ``number`` is the weight's among those of the layer.
+        :func:`read_flag`.
         """
         tensors, frozen = tuple(weights.values()), self.frozen_weight(name)
         state, cache = getattr(self, f"{name}_state"), getattr(self, f"{name}_cache")
@@ -106,9 +104,9 @@ class GroupedLayer(KeepsFrozen):
         recipe = (
             self._recipe if state is None else state.of_call(cache is not None and fills(first))
         )
-        if self.watched is not None:
-            recipe = self.watched.recipe(recipe, number)
         recipe, adapter = recipe or UNQUANTIZED, self._adapter(name)
+        if self.observed is not None:
+            recipe = self.observed.recipe(name, recipe)
         return Projection(tensors, bias, recipe, stored, main_grad, adapter, refresh)
 
     # --- adapters --------------------------------------------------------------------------------

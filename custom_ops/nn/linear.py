@@ -73,7 +73,8 @@ class GroupedLinear(GroupedLayer):
         weight_cache: the cached weight, see
             :class:`grouped_linear.quantized.weight_cache.WeightCache`; None without
             ``cache_weights``.
-        watched: what :func:`grouped_linear.watch` counts of this layer; None where nobody watches.
+        observed: set by a tool: its ``recipe(name, recipe)`` returns a projection's recipe with
+            observers, see :class:`grouped_linear.Format`; else None.
 
     Raises:
         ValueError: for a configuration that no call could run.

@@ -69,7 +69,7 @@ class GroupedMLP(GroupedLayer):
         gate_up_proj_cache, down_proj_cache: see ``weight_cache`` there.
         dispatcher: where experts are on several processes, sends tokens to them; else None. See
             :class:`grouped_linear.parallel.ExpertParallel`.
-        watched: what :func:`grouped_linear.watch` counts of this layer; None where nobody watches.
+        observed: see :class:`grouped_linear.GroupedLinear`.
 
     Raises:
         ValueError: for a configuration that no call could run.
@@ -294,7 +294,7 @@ class GroupedMLP(GroupedLayer):
         weight, bias = {"gate_up_proj": self.gate_up_proj}, self.gate_up_proj_bias
         gate_up = self._arguments("GroupedMLP", "gate_up_proj", weight, bias, first)
         weight, bias = {"down_proj": self.down_proj}, self.down_proj_bias
-        down = self._arguments("GroupedMLP", "down_proj", weight, bias, first, 1)
+        down = self._arguments("GroupedMLP", "down_proj", weight, bias, first)
         if self.dispatcher is not None:
             gate_up, down = local(gate_up), local(down)
         return gate_up, down

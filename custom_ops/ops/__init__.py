@@ -11,7 +11,6 @@
 ``swiglu_gemm`` grouped GEMMs fused with SwiGLU or its gradient
 ``state``       what a layer keeps between calls: cached weights, scales of delayed scaling
 ``optimizer``   a step of Adam over a quantized weight
-``watch``       what quantization does to an operand, counted on the device
 ``layer``       a whole forward or backward under block scaling, in one op
 ==============  ====================================================================================
 
@@ -93,7 +92,6 @@ from grouped_linear.ops.state import (
     update_scales_,
 )
 from grouped_linear.ops.swiglu_gemm import SwigluGemm, grouped_mm_swiglu, grouped_mm_swiglu_grad
-from grouped_linear.ops.watch import watch_operand_
 from grouped_linear.ops.weight import (
     WeightQuantized,
     quantize_weight,
@@ -181,5 +179,4 @@ __all__ = [
     "topk_experts_grad",
     "transpose_weight",
     "update_scales_",
-    "watch_operand_",
 ]

@@ -32,7 +32,6 @@ _INSTEAD = {
     "grouped_mm_swiglu": _MLP,
     "grouped_mm_swiglu_grad": _MLP,
     "update_scales_": None,
-    "watch_operand_": None,
     "adam_weight_": None,
 }
 

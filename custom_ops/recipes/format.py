@@ -146,7 +146,11 @@ class Format:
             place: t is the caller's tensor.
         state: where ``"delayed"`` scaling reads scales and records amaxes. A layer sets it.
         records: whether amaxes are recorded there.
-        watched: where a watched layer counts what becomes of its operand. The layer sets it.
+        observer: called with each operand that is made in this format, for a tool that looks at it,
+            as ``observer(source, operands, offs, layouts)``: a tensor, or what rows are computed
+            from (:class:`Gathered`, :class:`SwigluOf`, :class:`SwigluGradOf`), what was made of it,
+            group ends and the layouts asked for. Of a weight: its tensors, None and None. It writes
+            none of them. With one, equal numbers are computed by the same ops, one at a time.
 
     Raises:
         ValueError: for options that contradict each other or are out of range.
@@ -169,7 +173,7 @@ class Format:
     quantize: Callable[[Tensor, Tensor | None, Layouts], Operands | Tensor] | None = None
     state: Any = None
     records: bool = True
-    watched: Any = field(default=None, compare=False, repr=False)
+    observer: Callable[..., None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_amax_epsilon("Format", self.amax_epsilon)

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.ops.activation import SwiGLU
-from grouped_linear.recipes.format import Format, Layouts, Operands, with_shared_scale
+from grouped_linear.recipes.format import (
+    COLUMNWISE_AGAIN,
+    Format,
+    Layouts,
+    Operands,
+    with_shared_scale,
+)
 from grouped_linear.recipes.recipe import Recipe
 
 # --- up to how many columns of its output a GEMM gathers rows itself ------------------------------
@@ -109,8 +115,8 @@ def quantize(
         made = _of_tokens(source, format, offs_E, layouts, columns)
     if made is None:
         made = _quantize(source, format, offs_E, layouts)
-    if format.watched is not None:
-        format.watched.rows(source, made, format, offs_E, layouts)
+    if format.observer is not None:
+        format.observer(source, made, offs_E, layouts)
     return made
 
 
@@ -275,10 +281,10 @@ def quantize_swiglu_grad(
         assert h_RF is not None
         h_t = h_RF.to(input.wgrad_dtype)
     d_gate_up, h = Operands(*made), Operands(None, None, h_t, scale_h_t)
-    if grad_output.watched is not None:
-        grad_output.watched.rows(source, d_gate_up, grad_output, offs_E, layouts)
-    if input.watched is not None and h_columnwise:
-        input.watched.shares(h, input, offs_E)
+    if grad_output.observer is not None:
+        grad_output.observer(source, d_gate_up, offs_E, layouts)
+    if input.observer is not None and h_columnwise:
+        input.observer(source, h, offs_E, COLUMNWISE_AGAIN)
     return d_gate_up, h, d_weight_R
 
 

@@ -84,7 +84,9 @@ class Recipe:
         # Plain attributes, because each call asks.
         in_blocks = all(f.scaling == "block" for f in (x, w, dy)) and not dy.share_scales
         alike = len({(f.power_of_two_scales, f.amax_epsilon) for f in (x, w, dy)}) == 1
-        plain = alike and not self.requantize_weights and all(f.watched is None for f in (x, w, dy))
+        plain = (
+            alike and not self.requantize_weights and all(f.observer is None for f in (x, w, dy))
+        )
         one_op = in_blocks and plain
         in_fp8 = x.wgrad_dtype is None and dy.wgrad_dtype is None
         set_attribute = object.__setattr__  # the dataclass is frozen
@@ -99,7 +101,7 @@ class Recipe:
             in_16_bits = {dtype: self._with_wgrad_in(dtype) for dtype in SIXTEEN_BITS}
             set_attribute(self, "with_wgrad_in", in_16_bits)
 
-    # What follows from the formats, which a watched layer copies into another recipe.
+    # What follows from the formats, which an observed layer copies into another recipe.
     checks_operands = False  # whether a call alone shows if operands agree, as a function's
     has_linear_op = False  # whether an eager layer's forward can be one op
     has_linear_grad_op = False  # whether its backward can, too

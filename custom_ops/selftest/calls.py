@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from grouped_linear import ops
-from grouped_linear.recipes.fake_quantize import times_scales
+from grouped_linear.contrib.fake_quantize import times_scales
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 T, K, N, TOKENS = 500, 144, 288, 700
@@ -186,14 +186,6 @@ def accumulated(i: Inputs, op: Callable[..., object], *operands: Tensor) -> Tens
     return main_grad
 
 
-def watched(i: Inputs) -> tuple[Tensor, Tensor]:
-    """[E, 3] sums and [E] maxima of the quantization of x."""
-    stats = torch.zeros(1, 4, E, 14, dtype=torch.float64, device=i.x.device)
-    q, scale, *_ = blocks(i.x, i)
-    ops.watch_operand_(stats, torch.ones_like(i.offs[0]), 0, i.x, q, scale, i.offs, most=T)
-    return stats[0, ..., [2, 6, 9]].sum(0), stats[0, ..., 4].amax(0)
-
-
 def low_rank(i: Inputs, x: Tensor, w: Tensor) -> Tensor:
     """x @ w.T + low @ up."""
     return mm(torch.cat([x, i.low], 1), torch.cat([w.mT, i.up], 1))
@@ -302,7 +294,6 @@ CALLS = (
         lambda i: [swiglu(i.dy)] * 2,
     ),
     Call("group_quantize_swiglu_grad", quantized_gradients),
-    Call("watch_operand_", watched, None, (2.0**-40, 0.0), same_bits=False),
     summed("grouped_mm", mm_16_bits, mm_16_bits_in_torch),
     summed(
         "grouped_mm_swiglu",

@@ -13,15 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from grouped_linear import (
-    Float8BlockScaling,
-    compare,
-    convert,
-    ops,
-    record_routing,
-    replay_routing,
-    watch,
-)
+from grouped_linear import Float8BlockScaling, convert, ops, record_routing, replay_routing
+from grouped_linear.contrib import compare, watch
 from grouped_linear.quantized.frozen import dequantize_blocks
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_tensors

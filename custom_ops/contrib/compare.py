@@ -5,6 +5,7 @@ T rows, E groups (experts), K in_features, N out_features.
 """
 
 import copy
+import inspect
 import math
 import re
 from collections import OrderedDict
@@ -17,19 +18,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grouped_linear.contrib.fake_quantize import fake_quantize
 from grouped_linear.integrations.conversion import aligned
 from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.nn.checks import check_model
 from grouped_linear.nn.dispatcher import TokenDispatcher
-from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.quantized.frozen import KeepsFrozen, frozen_of
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import is_dtensor
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import DelayedScalingState, Recipe
-from grouped_linear.recipes.fake_quantize import fake_quantize
 from grouped_linear.recipes.recipe import ROLES
 
 
@@ -44,6 +44,12 @@ class Difference(NamedTuple):
     """``"output"``; ``"x"`` or a parameter's name for the gradient by it."""
     difference: float
     """The root mean square of the difference, divided by that of the tensor without a recipe."""
+    worst_block: float
+    """The same of the 128 neighbouring numbers of a row that differ most, by medians.
+
+    A large number hides what happens beside it in ``difference``: it is most of that, and exact.
+    Divided is by the block's median magnitude, or by that of all blocks where this is larger.
+    """
 
 
 @dataclass(frozen=True)
@@ -52,20 +58,22 @@ class Comparison:
 
     differences: tuple[Difference, ...]
 
-    def worst(self, tensor: str = "output", n: int = 10) -> list[Difference]:
-        """The layers whose output, or a gradient, differs most under their recipe."""
-        found = [d for d in self.differences if d[1:3] == ("all", tensor)]
-        return sorted(found, key=lambda d: -d.difference)[:n]
+    def worst(self, tensor: str | None = None, n: int = 10) -> list[Difference]:
+        """The outputs and gradients, or those of one kind, whose worst block differs most."""
+        found = [d for d in self.differences if d.quantized == "all"]
+        found = [d for d in found if tensor in (None, d.tensor)]
+        return sorted(found, key=lambda d: -d.worst_block)[:n]
 
     def __str__(self) -> str:
-        """A line for each layer and tensor, a column for each quantized role."""
+        """A line for each layer and tensor, and of each role both numbers, as ``all | block``."""
         columns = list(dict.fromkeys(d.quantized for d in self.differences))
-        by_tensor: dict[tuple[str, str], dict[str, float]] = {}
+        by_tensor: dict[tuple[str, str], dict[str, str]] = {}
         for d in self.differences:
-            by_tensor.setdefault((d.layer, d.tensor), {})[d.quantized] = d.difference
+            both = f"{d.difference:.2%} | {d.worst_block:.0%}"
+            by_tensor.setdefault((d.layer, d.tensor), {})[d.quantized] = both
         lines = [["layer", "tensor", *columns]]
         for (layer, tensor), found in by_tensor.items():
-            lines.append([layer, tensor, *(f"{found.get(c, math.nan):.2%}" for c in columns)])
+            lines.append([layer, tensor, *(found.get(c, "") for c in columns)])
         return "\n".join(aligned(lines))
 
 
@@ -144,7 +152,8 @@ def compare(
             f"compare: {type(model).__name__} has no GroupedLinear, no GroupedMLP and no experts "
             "that convert has converted with a recipe"
         )
-    squares: dict[tuple[str, str, str], Tensor] = {}  # of the difference, and of the tensor
+    # The squares of the difference and of the tensor, which add up, and the worst block.
+    found: dict[tuple[str, str, str], tuple[Tensor, Tensor]] = {}
 
     def measure(name: str, args: Any, kwargs: Any, dy: Tensor | None) -> None:
         layer = layers[name]
@@ -153,9 +162,11 @@ def compare(
             results = _results(layer, recipe, args, kwargs, dy, compiled)
             for tensor, t in plain.items():
                 off = results[tensor].double() - t.double()
-                both = torch.stack([off.square().sum(), t.double().square().sum()])
-                key = name, quantized, tensor
-                squares[key] = squares[key] + both if key in squares else both
+                squares = torch.stack([off.square().sum(), t.double().square().sum()])
+                block, key = _worst_block(off, t.double()), (name, quantized, tensor)
+                if key in found:
+                    squares, block = found[key][0] + squares, found[key][1].maximum(block)
+                found[key] = squares, block
 
     def hook(name: str, module: nn.Module, args: Any, kwargs: Any, y: Any) -> None:
         output = y[0] if isinstance(y, tuple) else y
@@ -173,7 +184,7 @@ def compare(
     finally:
         for handle in handles:
             handle.remove()
-    missed = [name for name in layers if (name, "all", "output") not in squares]
+    missed = [name for name in layers if (name, "all", "output") not in found]
     if missed:
         raise ValueError(
             f"compare: no backward of step reached {missed[0] or type(model).__name__}: step must "
@@ -181,11 +192,29 @@ def compare(
         )
     order = list(layers)
     differences = []
-    for key in sorted(squares, key=lambda key: order.index(key[0])):
-        off, whole = squares[key].tolist()
-        share = math.sqrt(off / whole) if whole else math.nan
-        differences.append(Difference(key[0] or "the model", *key[1:], share))
+    for key in sorted(found, key=lambda key: order.index(key[0])):
+        (off, whole), block = found[key][0].tolist(), found[key][1].item()
+        share = math.sqrt(off / whole) if whole else math.inf if off else 0.0
+        differences.append(Difference(key[0] or "the model", *key[1:], share, block))
     return Comparison(tuple(differences))
+
+
+def _worst_block(off: Tensor, t: Tensor) -> Tensor:
+    """The largest median of 128 neighbours of off beside that of t; a tensor's last block is wider.
+
+    Medians, because a large number in a block, which is exact, says nothing of those beside it.
+    """
+    if t.numel() == 0:
+        return t.new_zeros(())
+    parts = max(t.size(-1) // 128, 1)
+    medians = [
+        torch.stack([part.abs().median(-1).values.flatten() for part in x.tensor_split(parts, -1)])
+        for x in (off, t)
+    ]
+    of_off, of_t = medians
+    typical = of_t.masked_fill(of_t == 0, math.nan).nanmedian().nan_to_num()
+    size = of_t.maximum(typical)
+    return torch.where(of_off == 0, 0.0, of_off / size).max()
 
 
 def _results(
@@ -195,6 +224,10 @@ def _results(
 
     Random numbers are those that come next in the step, which draws them again.
     """
+    if layer.library == "grouped_linear":  # the copy has no cache, and each call is compared alone
+        given = inspect.signature(layer.module.forward).bind(*args, **kwargs)
+        given.arguments.pop("is_first_microbatch", None)
+        args, kwargs = given.args, given.kwargs
     if dy is not None:
         args = tuple(map(_leaf, args))
         kwargs = {name: _leaf(t) for name, t in kwargs.items()}
@@ -222,12 +255,12 @@ def _with_recipe(experts: Experts, recipe: Recipe | None, dtype: torch.dtype) ->
     """
     layer = experts.module
     other = copy.copy(layer)
-    changed: dict[str, Any] = {"watched": None, "_modules": {}}
+    changed: dict[str, Any] = {"observed": None, "_modules": {}}
     for name, module in layer._modules.items():
         is_state = isinstance(module, DelayedScalingState) or name == "scaling_states"
         if is_state and recipe is not None and recipe.has_state:
             changed["_modules"][name] = copy.deepcopy(module)
-        elif is_state or isinstance(module, WatchedLayer | WeightCache | TokenDispatcher):
+        elif name == "observed" or is_state or isinstance(module, WeightCache | TokenDispatcher):
             changed[name] = None
         else:  # an activation of converted experts
             changed["_modules"][name] = module

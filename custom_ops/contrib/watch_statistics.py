@@ -7,14 +7,14 @@ E groups (experts).
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import nan
+from math import nan, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from grouped_linear.contrib.watch_counts import COLUMNS, MAXIMA
 from grouped_linear.integrations.conversion import aligned
-from grouped_linear.meta_kernels.watch import COLUMNS, MAXIMA
 
 
 class OperandStatistics(NamedTuple):
@@ -38,6 +38,9 @@ class OperandStatistics(NamedTuple):
     """The largest magnitude that the largest scale can stand for, of 128 times as many rows: at
     least the amax of a block, and up to twice that where scales are powers of two. Blocks of zeros
     alone, as of padding's gradients, count nothing."""
+    outlier: float
+    """The larger of both, divided by the root mean square of the numbers that were read: of
+    normally distributed numbers below 15."""
     underflow: float
     """The share of numbers that became zero and were not."""
     saturated: float
@@ -78,6 +81,7 @@ PRINTED = {
     "tokens": "{:.0f}",
     "amax": "{:.3g}",
     "scaled_amax": "{:.3g}",
+    "outlier": "{:.3g}",
     "underflow": "{:.2%}",
     "saturated": "{:.2%}",
     "not_finite": "{:.2%}",
@@ -103,7 +107,9 @@ class Statistics:
     loads: tuple[Load, ...]
     step: int
 
-    def worst(self, column: str, role: str | None = None, n: int = 10) -> list[OperandStatistics]:
+    def worst(
+        self, column: str = "outlier", role: str | None = None, n: int = 10
+    ) -> list[OperandStatistics]:
         """The experts with the largest numbers of a column, the largest first."""
         found = [
             row
@@ -113,12 +119,12 @@ class Statistics:
         return sorted(found, key=lambda row: -getattr(row, column))[:n]
 
     def __str__(self) -> str:
-        """A line for each layer and role, with the expert of most underflow; then the loads."""
-        lines = [["layer", "role", *PRINTED, "most underflow"]]
+        """A line for each layer and role, with the expert of the largest outlier; then loads."""
+        lines = [["layer", "role", *PRINTED, "worst expert"]]
         for row in self.operands:
-            of_experts = [r for r in self.experts if r[:2] == row[:2] and r.underflow > 0]
-            worst = max(of_experts, key=lambda r: r.underflow, default=None)
-            named = "" if worst is None else f"{worst.expert}: {worst.underflow:.1%}"
+            of_experts = [r for r in self.experts if r[:2] == row[:2] and r.outlier > 0]
+            worst = max(of_experts, key=lambda r: r.outlier, default=None)
+            named = "" if worst is None else f"{worst.expert}: {worst.outlier:.3g}"
             values = ((form, getattr(row, column)) for column, form in PRINTED.items())
             printed = (form.format(v) if v == v else "" for form, v in values)  # NaN is not printed
             lines.append([row.layer, row.role, *printed, named])
@@ -173,7 +179,7 @@ def statistics_of_layer(
     total_S = numbers_ES.sum(0)
     total_S[maxima] = numbers_ES[:, maxima].amax(0)
     # All experts are in each call.
-    total_S[0] = numbers_ES[:, 0].amax()
+    total_S[READ_COLUMNS.index("calls")] = numbers_ES[:, READ_COLUMNS.index("calls")].amax()
     of_each = [_of_numbers(layer, role, e, row.tolist()) for e, row in enumerate(numbers_ES)]
     return _of_numbers(layer, role, None, total_S.tolist()), of_each
 
@@ -186,6 +192,7 @@ def _of_numbers(
     def share(part: str, whole: str) -> float:
         return n[part] / n[whole] if n[whole] else nan
 
+    largest = max(n["amax"], n["scaled_amax"])
     tokens = n["rows"] / max(n["calls"], 1) if role == "weight" else n["rows"]
     return OperandStatistics(
         layer=layer,
@@ -194,6 +201,7 @@ def _of_numbers(
         tokens=tokens,
         amax=n["amax"] if n["numbers"] else nan,
         scaled_amax=n["scaled_amax"] if n["scaled_amax"] else nan,
+        outlier=largest * sqrt(n["compared"] / n["square"]) if n["square"] else nan,
         underflow=share("underflow", "compared"),
         saturated=share("saturated", "compared"),
         not_finite=share("not_finite", "numbers"),

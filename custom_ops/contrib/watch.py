@@ -13,16 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grouped_linear.debugging.statistics import READ_COLUMNS, Load, Statistics, statistics_of_layer
+from grouped_linear.contrib.watch_counts import MAXIMA, WatchedLayer
+from grouped_linear.contrib.watch_statistics import (
+    READ_COLUMNS,
+    Load,
+    Statistics,
+    statistics_of_layer,
+)
 from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.grouped_experts import as_matrices
 from grouped_linear.integrations.wrappers import named_unwrapped, sizes_before_fsdp
 from grouped_linear.meta_kernels.rules import ceil_div
-from grouped_linear.meta_kernels.watch import MAXIMA
 from grouped_linear.nn.checks import check_model
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.grouped_layer import GroupedLayer
-from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.ops.constants import is_integer
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.weight import is_dtensor, local_part
@@ -82,16 +86,16 @@ class Watch:
         self._modules: dict[str, Any] = {name: e.module for name, e in watched.items()}
         _watching.add(self)
         for (name, module), experts in zip(self._modules.items(), watched.values(), strict=True):
-            if getattr(module, "watched", None) is None:
+            if getattr(module, "observed", None) is None:
                 recipes = [experts.recipe]  # those of all its calls
                 for state in module.modules():
                     if isinstance(state, DelayedScalingState):
                         recipes += state.recipes
                 device = next(module.parameters()).device
                 E, _ = spread[name]
-                module.watched = WatchedLayer(experts.weights, E, device, recipes)
-            module.watched.rows = rows
-        self.layers: dict[str, WatchedLayer] = {n: m.watched for n, m in self._modules.items()}
+                module.observed = WatchedLayer(experts.weights, E, device, recipes)
+            module.observed.rows = rows
+        self.layers: dict[str, WatchedLayer] = {n: m.observed for n, m in self._modules.items()}
         self._before: dict[str, Tensor] = {}
         for name in self.layers:
             list(self._moved(name, True))  # looks at the weights
@@ -169,9 +173,9 @@ class Watch:
         if self in _watching:  # another may watch them since
             for module in self._modules.values():
                 # The attribute is no module again, so graphs from before the watch fit again.
-                del module.watched
+                del module.observed
                 if isinstance(module, GroupedLayer):
-                    module.watched = None
+                    module.observed = None
         _watching.discard(self)
 
     def trainer_callback(self) -> Any:

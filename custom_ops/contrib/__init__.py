@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""See what FP8 does to a model: statistics of its layers, and layers beside BF16."""
+
+from grouped_linear.contrib.batch_invariance import check_batch_invariant
+from grouped_linear.contrib.compare import Comparison, Difference, compare
+from grouped_linear.contrib.fake_quantize import fake_quantize
+from grouped_linear.contrib.watch import Watch, watch
+from grouped_linear.contrib.watch_statistics import Load, OperandStatistics, Statistics
+
+__all__ = [
+    "Comparison",
+    "Difference",
+    "Load",
+    "OperandStatistics",
+    "Statistics",
+    "Watch",
+    "check_batch_invariant",
+    "compare",
+    "fake_quantize",
+    "watch",
+]

@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `watch` counts of a layer: the observer of an operand, and the numbers that it adds to.
+
+T rows, E groups (experts), K features, R rows that are read, B = 128.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from grouped_linear import ops
+from grouped_linear.recipes import Format, Layouts, Operands, Recipe
+from grouped_linear.recipes.quantize import Gathered, SwigluGradOf, SwigluOf
+from grouped_linear.recipes.recipe import ROLES, UNQUANTIZED
+
+B = 128
+#: What is kept of each group and operand: sums, then maxima.
+SUMS = (
+    "calls",
+    "rows",  # of the group
+    "numbers",  # that were read
+    "compared",  # with what became of them, and both finite
+    "underflow",  # zero, and was not
+    "saturated",  # beyond the largest number of the format by more than half a step
+    "not_finite",
+    "error",  # the sum of squares of what quantization changed
+    "square",  # the sum of squares
+    "blocks",  # of 128 rows and 128 features, columnwise
+    "shared",  # of them those with one scale
+    "dropped",  # rows past a capacity
+)
+MAXIMA = ("amax", "scaled_amax")
+COLUMNS = (*SUMS, *MAXIMA)
+FP8 = torch.float8_e4m3fn, torch.float8_e5m2
+ACTIVATIONS = torch.bfloat16, torch.float16, torch.float32
+#: 2^32 times the golden ratio's fraction. Turns that go by it are far apart, and many are even.
+GOLDEN = 2654435769
+
+
+class Observer:
+    """Counts one operand of a projection, in its role: the observer of a format.
+
+    Sums have a fixed order: a group's rows are gathered, and each group is reduced by itself.
+    """
+
+    def __init__(self, counts: Any, number: int, role: str, format: Format) -> None:
+        self.counts, self.number, self.role, self.format = counts, number, role, format
+
+    def __call__(
+        self, source: Any, made: Operands, offs_E: Tensor | None, layouts: Layouts | None
+    ) -> None:
+        """Add what this call shows; all of it is on the device, and of static shapes."""
+        if offs_E is None or layouts is None:
+            now = self._of_weight(source, made)
+            if now:
+                self._add(self.counts.forward_stats, 2 * self.number + 1, now)
+            return
+        E = self.counts.forward_stats.size(1)
+        if len(offs_E) != E:  # as of a part of the model that FSDP2 shards as a whole
+            raise ValueError(
+                f"watch: a call has {len(offs_E)} experts on this process, and {E} are counted: "
+                "watch the whole model, when experts are spread and before fully_shard"
+            )
+        first_E = pad(offs_E[:-1], (1, 0))
+        groups = first_E, offs_E - first_E
+        if self.role == "grad_output":
+            now = self._of_rows(source, made, offs_E, *groups)
+            self._add(self.counts.backward_stats, 2 * self.number + 1, now)
+        elif layouts.again:  # the forward has counted the rows
+            if (shares := self._of_columns(made, *groups)) is not None:
+                self._add(self.counts.backward_stats, 2 * self.number, shares)
+        else:
+            now = self._of_rows(source, made, offs_E, *groups)
+            now |= self._of_columns(made, *groups) or {}
+            routed_E = getattr(getattr(source, "routing", None), "routed", None)
+            if routed_E is not None:
+                now["dropped"] = routed_E.diff(prepend=routed_E.new_zeros(1)) - groups[1]
+            self._add(self.counts.forward_stats, 2 * self.number, now)
+
+    def _add(self, stats: Tensor, operand: int, now: dict[str, Tensor]) -> None:
+        """Add to [operands, E, columns] where the flag is set."""
+        zero_E = torch.zeros(stats.size(1), dtype=stats.dtype, device=stats.device)
+        of_columns = [now.get(name, zero_E).to(stats.dtype) for name in COLUMNS]
+        now_ES = torch.where(self.counts.turn != 0, torch.stack(of_columns, dim=1), 0.0)
+        n = len(SUMS)
+        stats[operand, :, :n] += now_ES[:, :n]
+        stats[operand, :, n:] = torch.maximum(stats[operand, :, n:], now_ES[:, n:])
+
+    def _spaced(
+        self, first_E: Tensor, size_E: Tensor, most: int | None, total: int
+    ) -> tuple[Tensor, Tensor]:
+        """Of each group one of each of `most` equal spaces, as the turn says: [E, most].
+
+        Returned are their numbers among all, and whether there are so many. For None these are
+        [1, total], and [E, total], whether each is of the group.
+        """
+        if most is None:
+            i = torch.arange(total, device=size_E.device)[None]
+            end_E = first_E + size_E
+            return i, (i >= first_E[:, None]) & (i < end_E[:, None])
+        i, n_E1 = torch.arange(most, device=size_E.device), size_E[:, None].long()
+        count_E1 = n_E1.clamp(1, most)
+        larger, width = n_E1 % count_E1, n_E1 // count_E1
+        share = (self.counts.turn.long() - 1) * GOLDEN % 2**32
+        at = i * width + torch.minimum(i, larger) + (share * (width + (i < larger)) >> 32)
+        return (first_E[:, None] + at).clamp(0, total - 1), i < n_E1
+
+    def _of_rows(
+        self, source: Any, made: Operands, offs_E: Tensor, first_E: Tensor, size_E: Tensor
+    ) -> dict[str, Tensor]:
+        """What quantization does to some rows of each group."""
+        now = {"calls": torch.ones_like(size_E), "rows": size_E}
+        total = _number_of_rows(source)
+        if total == 0:
+            return now
+        index, is_of = self._spaced(first_E, size_E, self.counts.rows, total)
+        before, (q, scale) = _numbers(source, index.flatten()), _quantized(made, self.format)
+        after = largest = scales = None
+        if q is not None:
+            row, dtype = _places(made.rows, index.flatten(), q.size(0)), q.dtype
+            after = _select(q, 0, row).double()
+            if scale is not None:
+                by_group = scale.dim() == 1
+                if by_group:
+                    group = torch.searchsorted(offs_E, index.flatten().int(), right=True)
+                    scales = scale[group.clamp(max=len(offs_E) - 1), None]
+                else:
+                    scales = _of_features(scale.index_select(1, row).t(), q.size(1))
+                after = after * scales
+                if dtype in FP8 and by_group:
+                    has_number = _by_group("amax", (after != 0).any(1).view(index.shape), is_of)
+                    counts = (has_number != 0) | ((scale != 1) & (size_E > 0))
+                    largest = torch.where(counts, scale, 0)
+                elif dtype in FP8:
+                    most = None if self.counts.rows is None else B * self.counts.rows
+                    index_s, is_of_s = self._spaced(first_E, size_E, most, total)
+                    row = _places(made.rows, index_s.flatten(), q.size(0))
+                    of_row = _largest(scale.index_select(1, row).t(), _select(q, 0, row)).amax(1)
+                    largest = _by_group("amax", of_row.view(index_s.shape), is_of_s)
+                if largest is not None:
+                    now["scaled_amax"] = largest.double() * torch.finfo(dtype).max
+        of_rows = _compared(before, after, scales, None if q is None else q.dtype)
+        return now | {n: _by_group(n, t.view(index.shape), is_of) for n, t in of_rows.items()}
+
+    def _of_weight(self, weights: tuple[Any, ...], made: Operands) -> dict[str, Tensor]:
+        """The same of a weight: of one in FP8 alone, and of E tensors, what q tells."""
+        first: Any = weights[0]
+        w: Tensor | None = getattr(first, "numbers", None if hasattr(first, "q") else first)
+        if w is not None and (w.dim() == 2 or w.dtype not in ACTIVATIONS or not any(w.stride())):
+            w = None  # without strides it has no memory and stands for one that FSDP2 gathered
+        q, scale = _quantized(made, self.format)
+        t = q if w is None else w
+        if t is None:
+            return {}
+        E, N, K = t.shape
+        size_1 = torch.full((1,), N, device=t.device)
+        rows, is_of = self._spaced(torch.zeros_like(size_1), size_1, self.counts.rows, N)
+        row = rows[0]
+        before = None if w is None else w.index_select(1, row).double().flatten(0, 1)
+        now = {"calls": torch.ones(E, device=t.device), "rows": size_1.expand(E)}
+        after = scales = None
+        if q is not None:
+            after = _select(q, 1, row).double().flatten(0, 1)
+            if scale is not None and scale.dim() == 1:
+                scales = scale.repeat_interleave(len(row))[:, None]
+                has_number = _select(q, 1, row).double().flatten(1).any(1)
+                largest = torch.where((scale != 1) | has_number, scale, 0)
+            elif scale is not None:
+                scales = _of_features(scale.index_select(1, row // B).flatten(0, 1), K)
+                one = torch.arange(scale.size(1), device=t.device) * B  # row of each block
+                rows_EBK = _select(q, 1, one).flatten(0, 1)
+                largest = _largest(scale.flatten(0, 1), rows_EBK).view(E, -1).amax(1)
+            if scales is not None:
+                after = after * scales
+                now["scaled_amax"] = largest.double() * torch.finfo(q.dtype).max
+        of_rows = _compared(before, after, scales, None if q is None else q.dtype)
+        return now | {n: _by_group(n, t.view(E, -1), is_of) for n, t in of_rows.items()}
+
+    def _of_columns(
+        self, made: Operands, first_E: Tensor, size_E: Tensor
+    ) -> dict[str, Tensor] | None:
+        """Where 128 features of columnwise data share their scale."""
+        scale_t = made.columnwise_scale
+        if not self.format.share_scales or scale_t is None or len(scale_t) == 0:
+            return None
+        blocks_E = (size_E + B - 1) // B
+        first_E = blocks_E.cumsum(0) - blocks_E
+        index, is_of = self._spaced(first_E, blocks_E, self.counts.rows, len(scale_t))
+        scale_RK = scale_t.index_select(0, index.flatten())
+        K = scale_t.size(1)
+        features = torch.arange(K, device=scale_t.device)
+        same = scale_RK == scale_RK.index_select(1, features // B * B)
+        shared = pad(same, (0, -K % B), value=True).unflatten(1, (-1, B)).all(-1).sum(1)
+        blocks = torch.full_like(shared, -(-K // B))
+        both = {"blocks": blocks, "shared": shared}
+        return {name: _by_group(name, t.view(index.shape), is_of) for name, t in both.items()}
+
+
+def _number_of_rows(source: Any) -> int:
+    if isinstance(source, Gathered):
+        return source.routing.token.size(0)
+    return (source.gate_up_RG if isinstance(source, SwigluOf | SwigluGradOf) else source).size(0)
+
+
+def _places(rows_T: Tensor | None, index_R: Tensor, most: int) -> Tensor:
+    """Where a GEMM that gathers finds these rows; past the last group numbers are unspecified."""
+    return index_R if rows_T is None else rows_T.index_select(0, index_R).clamp(0, most - 1)
+
+
+def _numbers(source: Any, index_R: Tensor) -> Tensor:
+    """These rows before quantization, [R, K] float64, with the bits that were quantized."""
+    one_group = torch.full((1,), index_R.size(0), dtype=torch.int32, device=index_R.device)
+    if isinstance(source, Gathered):
+        t = source.tokens_TH
+        rows = t.index_select(0, _places(source.routing.token, index_R, t.size(0)))
+    elif isinstance(source, SwigluOf):
+        rows = ops.swiglu(source.gate_up_RG.index_select(0, index_R), one_group, source.form)
+    elif isinstance(source, SwigluGradOf):
+        dh, gate_up, weight = (t.index_select(0, index_R) for t in source[:3])
+        rows = ops.swiglu_grad(dh, gate_up, weight, one_group, source.form).d_gate_up
+    else:
+        rows = source.index_select(0, index_R)
+    return rows.double()
+
+
+def _quantized(made: Operands, format: Format) -> tuple[Tensor | None, Tensor | None]:
+    """The rowwise operand and its scales, where they differ from the numbers; else None."""
+    q, scale = made.rowwise, made.rowwise_scale
+    if format.changes_nothing or not isinstance(q, Tensor) or q.dtype not in (*ACTIVATIONS, *FP8):
+        return None, None
+    if scale is not None and scale.dtype != torch.float32:  # by a user's function
+        return None, None
+    return q, scale
+
+
+def _select(q: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Some rows of numbers, which may be FP8."""
+    if q.dtype not in FP8:
+        return q.index_select(dim, index)
+    return q.view(torch.uint8).index_select(dim, index).view(q.dtype)
+
+
+def _of_features(scale_RB: Tensor, K: int) -> Tensor:
+    """The scale of each number, from those of blocks of 128 features."""
+    return scale_RB.index_select(1, torch.arange(K, device=scale_RB.device) // B)
+
+
+def _largest(scale_RB: Tensor, q_RK: Tensor) -> Tensor:
+    """The scales of blocks of FP8 numbers; 0 of zeros alone, whose scale is 1."""
+    has_number = (q_RK.view(torch.uint8) & 0x7F) != 0
+    has_number = pad(has_number, (0, -q_RK.size(1) % B)).unflatten(1, (-1, B)).any(-1)
+    return torch.where((scale_RB != 1) | has_number, scale_RB, 0)
+
+
+def _compared(
+    before: Tensor | None, after: Tensor | None, scales: Tensor | None, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Of each row what quantization does to its numbers, [R, K] float64 before and after."""
+    t: Any = after if before is None else before
+    finite = t.isfinite() if after is None else t.isfinite() & after.isfinite()
+    now = {
+        "numbers": torch.full_like(t[:, 0], t.size(1)),
+        "not_finite": (~finite).sum(1),
+        "amax": torch.where(finite, t.abs(), 0.0).amax(1),
+    }
+    if before is None or after is None:
+        return now
+    off = torch.where(finite, after - before, 0.0)
+    now |= {
+        "compared": finite.sum(1),
+        "underflow": (finite & (before != 0) & (after == 0)).sum(1),
+        "error": off.square().sum(1),
+        "square": torch.where(finite, before, 0.0).square().sum(1),
+    }
+    if scales is not None and dtype in FP8:
+        # Half a step beyond the largest number, of 3 or of 2 bits of mantissa.
+        beyond = 464.0 if dtype == torch.float8_e4m3fn else 61440.0
+        now["saturated"] = (finite & (before.abs() > beyond * scales.double())).sum(1)
+    return now
+
+
+def _by_group(name: str, t: Tensor, is_of: Tensor) -> Tensor:
+    """[E] float64: the largest of each group's rows of t, or their sum; is_of [E, rows]."""
+    now = torch.where(is_of, t.double(), 0.0)
+    return now.amax(1) if name in MAXIMA else now.sum(1)
+
+
+class WatchedLayer(nn.Module):
+    """The numbers of a layer's operands, which its calls add to while the flag is true.
+
+    It is a layer's ``observed`` and moves with it. Copies and pickles of the layer have None there.
+    The numbers are none of its buffers: DistributedDataParallel would overwrite them with those of
+    rank 0. They are buffers of a module in no tree, which torch.compile takes to stay in place.
+
+    The forward and the backward have a tensor each, [2 * weights, E, columns]: AOTAutograd takes
+    none that both write. The first has each weight's input and the weight, the second its
+    columnwise input and the gradient of its output. ``recipes`` are those of the layer's calls,
+    which a compiled call then finds.
+    """
+
+    def __init__(
+        self,
+        weights: tuple[str, ...],
+        num_groups: int,
+        device: torch.device,
+        recipes: Iterable[Recipe | None] = (),
+    ) -> None:
+        super().__init__()
+        self.weights, self.num_groups = weights, num_groups
+        self._counts: Any
+        counts = vars(self)["_counts"] = nn.Module()
+        counts.rows = 4  # type: ignore[assignment]
+        with torch.inference_mode(False):
+            for name in ("forward_stats", "backward_stats"):
+                shape = 2 * len(weights), num_groups, len(COLUMNS)
+                stats = torch.zeros(shape, dtype=torch.float64, device=device)
+                counts.register_buffer(name, stats, persistent=False)
+            turn = torch.zeros((), dtype=torch.int32, device=device)
+            counts.register_buffer("turn", turn, persistent=False)
+        self._turn = 0
+        self._recipes: list[tuple[Recipe, str, Recipe]] = []
+        for recipe in recipes:
+            for name in weights:
+                self.recipe(name, UNQUANTIZED if recipe is None else recipe)
+
+    def recipe(self, name: str, recipe: Recipe) -> Recipe:
+        """A recipe of the same numbers whose formats count, for the layer's weight of a name."""
+        for given, of_weight, made in self._recipes:
+            if given is recipe and of_weight == name:
+                return made
+        number = self.weights.index(name)
+        observed = {
+            role: replace(format, observer=Observer(self._counts, number, role, format))
+            for role in ROLES
+            for format in (getattr(recipe, role),)
+        }
+        made = Recipe(**observed, requantize_weights=recipe.requantize_weights)
+        if not torch.compiler.is_compiling():
+            self._recipes.append((recipe, name, made))
+        return made
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows of each group a call reads; None for all."""
+        rows: int | None = self._counts.rows
+        return rows
+
+    @rows.setter
+    def rows(self, rows: int | None) -> None:
+        self._counts.rows = rows
+
+    @property
+    def turn(self) -> Tensor:
+        """The flag, an int32 on the device: 0 counts nothing, others say which rows are read."""
+        turn: Tensor = self._counts.turn
+        return turn
+
+    @torch.no_grad()
+    def switch(self, turn: int) -> None:
+        """Set the flag, which captured graphs read."""
+        self._turn = int(turn)
+        self._counts.turn.fill_(self._turn)
+
+    @torch.no_grad()
+    def read(self, reset: bool = True) -> Tensor:
+        """[weights, 3, E, columns] float64 on the device: of each weight, role and group."""
+        both = self._counts.forward_stats, self._counts.backward_stats
+        forward, backward = (t.unflatten(0, (-1, 2)) for t in both)
+        read = torch.cat([forward, backward[:, 1:]], dim=1)
+        read[:, 0] += backward[:, 0]  # where wgrad's columns share scales
+        if reset:
+            self.reset()
+        return read
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Forget the numbers."""
+        self._counts.forward_stats.zero_()
+        self._counts.backward_stats.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WatchedLayer":
+        """Follow the model to another device, but keep each dtype."""
+        was_meta = self.turn.is_meta
+
+        def keep_dtype(t: Tensor) -> Tensor:
+            there = fn(t)
+            return there if there.dtype == t.dtype else t.to(there.device)
+
+        with torch.inference_mode(False), torch.no_grad():
+            self._counts._apply(keep_dtype)
+            if was_meta and not self.turn.is_meta:
+                self.reset()
+                self.switch(self._turn)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of a layer are not watched."""
+        return type(None), ()
