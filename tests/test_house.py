@@ -20,7 +20,6 @@ ROOMS = (
     "parallel",
     "integrations",
     "contrib",
-    "selftest",
 )
 
 
