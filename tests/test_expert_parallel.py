@@ -371,6 +371,23 @@ def check_meta(options: dict[str, Any], rank: int, directory: Path) -> None:
     assert step(mlp, x, logits, dy)["y"].isfinite().all()
 
 
+def check_counts_from_zero(rank: int, directory: Path) -> None:
+    """Not from what new memory holds: on leaving meta, and where parameters are drawn."""
+    mlp = GroupedMLP(E, H, F, device="meta")
+    mlp = parallelize_module(mlp, mesh(), ExpertParallel(capacity_factor=4.0)).to("meta")
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors are filled
+    mlp.to_empty(device=device())
+    assert mlp.dispatcher is not None
+    assert mlp.dispatcher.dropped == 0  # parameters may come from a checkpoint
+    mlp.to_empty(device=device())
+    torch.use_deterministic_algorithms(False)
+    assert mlp.dispatcher.dropped != 0
+    mlp.reset_parameters()
+    x, logits, _ = (t[own(rank)] for t in tokens())
+    mlp(x, *route(logits))
+    assert mlp.dispatcher.dropped == 0
+
+
 def check_first_process_draws(rank: int, directory: Path) -> None:
     """As torch's styles: parameters are the first process's; asked not to talk, each's own."""
     torch.manual_seed(rank)
@@ -755,6 +772,7 @@ CHECKS: Checks = {
     "copies_of_states": check_copies_of_states,
     "adapters": check_adapters,
     "meta": partial(check_meta, {}),
+    "counts_from_zero": check_counts_from_zero,
     "meta_quantized": partial(check_meta, {**BLOCK, "weights": "fp8"}),
     "first_process_draws": check_first_process_draws,
     **{f"checkpoint_{way}": partial(check_checkpoint, way) for way in DISPATCHERS},

@@ -47,6 +47,9 @@ class TokenDispatcher(nn.Module):
 
     ranks: tuple[int, ...] = ()
 
+    def reset(self) -> None:
+        """Forget what was counted; a layer's ``reset_parameters`` calls it."""
+
     def dispatch(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Dispatched:
         """Send the tokens of this process, and receive those for its experts.
 

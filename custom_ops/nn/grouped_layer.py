@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from grouped_linear.autograd.low_rank import Adapter
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.nn.checks import check_options
+from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_grad_of
 from grouped_linear.nn.lora import Lora
 from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen
@@ -73,9 +74,9 @@ class GroupedLayer(KeepsFrozen):
         self.register_parameter(name, None if t is None else nn.Parameter(t))
 
     def _reset(self) -> None:
-        """Forget the scales and what caches hold."""
+        """Forget the scales, what caches hold and what a dispatcher has counted."""
         for kept in self.children():
-            if isinstance(kept, DelayedScalingState | WeightCache):
+            if isinstance(kept, DelayedScalingState | WeightCache | TokenDispatcher):
                 kept.reset()
 
     def _arguments(

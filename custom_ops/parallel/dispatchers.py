@@ -6,6 +6,7 @@ experts, L = E / D of them on a process, H features.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,6 +96,18 @@ class _StaticDispatcher(TokenDispatcher):
         self.register_buffer(
             "dropped", torch.zeros((), dtype=torch.int64, device=mesh.device_type), persistent=False
         )
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self.dropped.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_StaticDispatcher":
+        """Follow the model to another device. A count that leaves the meta device had no value."""
+        was_meta = self.dropped.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.dropped.is_meta:
+            self.reset()
+        return self
 
     def require(self, device_type: str) -> None:
         """Raise RuntimeError for devices on which this way does not work."""
