@@ -36,6 +36,12 @@ void check(bool rule_holds, const Parts&... parts) {
   if (!rule_holds) fail(parts...);
 }
 
+// A tensor's dtype, also where it is the undefined one that None becomes: it has none to ask for,
+// and a rule on its dimensions refuses it.
+inline ScalarType dtype_of(const Tensor& t) {
+  return t.defined() ? t.scalar_type() : ScalarType::Undefined;
+}
+
 void check_splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment,
                              int64_t stride, ScalarType dtype);
 void check_group_quantize(const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows,

@@ -14,7 +14,7 @@ template <typename Backend>
 Tensor grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const Tensor& offs,
                        const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype,
                        bool transpose_b, const std::optional<Tensor>& rows) {
-  check_grouped_mm_list(a, b, offs, bias, out_dtype.value_or(a.scalar_type()), transpose_b, rows);
+  check_grouped_mm_list(a, b, offs, bias, out_dtype.value_or(dtype_of(a)), transpose_b, rows);
   const Tensor all = packed(b);
   return Backend::grouped_mm_nt(a, transpose_b ? all : transposed(all), offs, bias, out_dtype, rows,
                                 {});

@@ -18,6 +18,8 @@ from grouped_linear.meta_kernels.rules import Rules, fake
 def block_scaled_linear(rules: Rules, c: Any) -> tuple[Tensor, ...]:
     """x [T, K], w [E, N, K] -> y [T, N], offs [E], x_t, scale_x_t, w_t, scale_w."""
     rules.dim("x", 2)
+    rules.dim("w", 3)
+    rules.dim("m_splits", 1)
     for name in ("w", "m_splits", "bias"):
         rules.device(name, "x")
     offs = splits_to_offsets(c.m_splits, c.x.size(0))
@@ -33,6 +35,8 @@ def block_scaled_linear(rules: Rules, c: Any) -> tuple[Tensor, ...]:
 @fake
 def block_scaled_linear_grad(rules: Rules, c: Any) -> tuple[Tensor, Tensor, Tensor]:
     """dy [T, N] -> dx [T, K] with w_t, dw [E, N, K] with x_t, db [E, N]."""
+    rules.dim("dy", 2)
+    rules.dim("offs", 1)
     has_x, has_w = c.x_t is not None, c.w_t is not None
     rules.check(not has_x or c.scale_x_t is not None, lambda: "x_t needs scale_x_t, got none")
     rules.check(not has_w or c.scale_w is not None, lambda: "w_t needs scale_w, got none")

@@ -18,6 +18,7 @@ def adam_weight_(rules: Rules, c: Any) -> None:
     rules.contiguous("q")
     rules.written("scale", torch.float32, (E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)), "q")
     rules.written("q_t", E4M3, (E, K, N), "q")
+    rules.dim("grad", 3)
     rules.dtype("grad", *ACTIVATIONS)
     for name in ("master", "grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
         rules.written(name, c.grad.dtype, (E, N, K), "q")

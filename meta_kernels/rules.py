@@ -55,6 +55,16 @@ def at_most(size: int, most: int) -> bool:
     return not isinstance(size, int) or size <= most
 
 
+class Missing:
+    """None in the place of a tensor, as C++ sees it: of one dimension, until a rule refuses it."""
+
+    dtype = None
+
+    def dim(self) -> int:
+        """As an undefined tensor's."""
+        return 1
+
+
 class Rules:
     """The rules of one call of an op. Each method raises RuntimeError, with the op's name first.
 
@@ -76,7 +86,10 @@ class Rules:
     def dim(self, name: str, dim: int) -> None:
         """A tensor has `dim` dimensions."""
         if (t := self._tensor(name)) is not None:
-            self.check(t.dim() == dim, lambda: f"{name} must be {dim}-D, got {t.dim()}-D")
+            is_missing = isinstance(t, Missing)
+            got = None if is_missing else f"{t.dim()}-D"
+            fits = not is_missing and t.dim() == dim
+            self.check(fits, lambda: f"{name} must be {dim}-D, got {got}")
 
     def dtype(self, name: str, *allowed: torch.dtype) -> None:
         """A dtype, or a tensor's, is one of the allowed."""
@@ -339,10 +352,13 @@ def fake(function: Callable[[Rules, Any], Any]) -> Callable[..., Any]:
     """
     name = function.__name__
     op = getattr(torch.ops.grouped_linear, name).default
+    tensors = [a.name for a in op._schema.arguments if str(a.type) == "Tensor"]
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
         arguments = arguments_of(op, given, named)
+        missing = {tensor: Missing() for tensor in tensors if arguments[tensor] is None}
+        arguments |= missing
         return function(Rules(name, **arguments), SimpleNamespace(**arguments))
 
     torch.library.register_fake(f"grouped_linear::{name}", call)

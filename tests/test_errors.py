@@ -39,6 +39,17 @@ def test_what_is_refused(op: str) -> None:
     assert len(rules) == RULES[op], sorted(rules)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_none_in_the_place_of_a_tensor(op: str) -> None:
+    """The rule that it breaks, from a fake too."""
+    samples = of_every_kind(op, GROUPS_3, BF16)
+    required = [a.name for a in samples[0].schema.arguments if str(a.type) == "Tensor"]
+    others = [n for n, value in samples[0].arguments.items() if isinstance(value, torch.Tensor)]
+    calls = [(s, {name: None}) for s in samples for name in required if others != [name]]
+    rules = assert_alike(calls) if calls else set()
+    assert len(rules) == len(required) * bool(calls)
+
+
 def test_lists_without_a_tensor() -> None:
     with pytest.raises(RuntimeError, match=r"^quantize_weight_list: E must be .* 1024, got 0$"):
         ops.quantize_weight_list([])

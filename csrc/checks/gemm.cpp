@@ -109,7 +109,7 @@ void check_grouped_mm(const char* op, const Tensor& a, const Tensor& b, const Te
 void check_grouped_mm_swiglu(const Tensor& a, const Tensor& b, const Tensor& offs,
                              const std::optional<Tensor>& bias, const std::optional<Tensor>& rows) {
   const char* op = "grouped_mm_swiglu";
-  check_grouped_mm(op, a, b, offs, bias, a.scalar_type(), rows);
+  check_grouped_mm(op, a, b, offs, bias, dtype_of(a), rows);
   check_features(op, "N / 2", b.size(1) / 2);
 }
 
@@ -117,7 +117,7 @@ void check_grouped_mm_swiglu_grad(const Tensor& a, const Tensor& b, const Tensor
                                   const Tensor& weight, const Tensor& offs,
                                   const std::optional<Tensor>& rows) {
   const char* op = "grouped_mm_swiglu_grad";
-  check_grouped_mm(op, a, b, offs, std::nullopt, a.scalar_type(), rows);
+  check_grouped_mm(op, a, b, offs, std::nullopt, dtype_of(a), rows);
   const Tensor& of_rows = rows ? *rows : a;
   const char* name = rows ? "rows" : "a";
   check_dim(op, "gate_up", gate_up, 2);
@@ -206,8 +206,8 @@ void check_dequantize_mxfp4(const Tensor& q, const Tensor& scale, ScalarType dty
 }
 
 ScalarType mxfp4_out_dtype(const Tensor& a, std::optional<ScalarType> requested) {
-  const bool is_fp8 = a.scalar_type() == ScalarType::Float8_e4m3fn;
-  return requested.value_or(is_fp8 ? ScalarType::BFloat16 : a.scalar_type());
+  const bool is_fp8 = dtype_of(a) == ScalarType::Float8_e4m3fn;
+  return requested.value_or(is_fp8 ? ScalarType::BFloat16 : dtype_of(a));
 }
 
 void check_grouped_mm_mxfp4(const Tensor& a, const Tensor& b, const Tensor& scale_b,
@@ -324,6 +324,8 @@ void check_block_scaled_linear(const Tensor& x, const Tensor& w, const Tensor& m
                                const std::optional<Tensor>& bias) {
   const char* op = "block_scaled_linear";
   check_dim(op, "x", x, 2);
+  check_dim(op, "w", w, 3);
+  check_dim(op, "m_splits", m_splits, 1);
   check_device(op, "w", w, "x", x);
   check_device(op, "m_splits", m_splits, "x", x);
   if (bias) check_device(op, "bias", *bias, "x", x);
@@ -335,6 +337,8 @@ void check_block_scaled_linear_grad(const Tensor& dy, const Tensor& offs,
                                     const std::optional<Tensor>& w_t,
                                     const std::optional<Tensor>& scale_w) {
   const char* op = "block_scaled_linear_grad";
+  check_dim(op, "dy", dy, 2);
+  check_dim(op, "offs", offs, 1);
   check(!x_t || scale_x_t, op, ": x_t needs scale_x_t, got none");
   check(!w_t || scale_w, op, ": w_t needs scale_w, got none");
   check_device(op, "offs", offs, "dy", dy);

@@ -85,6 +85,8 @@ void check_fp8(const char* op, const char* name, ScalarType dtype) {
 
 void check_dim(const char* op, const char* name, const Tensor& t, int64_t dim) {
   const int64_t actual = t.dim();
+  // An undefined tensor, which None becomes, has one dimension, and no dtype that could be asked.
+  check(actual != 1 || t.defined(), op, ": ", name, " must be ", dim, "-D, got None");
   check(actual == dim, op, ": ", name, " must be ", dim, "-D, got ", actual, "-D");
 }
 

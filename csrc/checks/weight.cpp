@@ -143,6 +143,7 @@ void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional
   };
   written("scale", scale, ScalarType::Float, {E, ceil_div(N, kBlock), ceil_div(K, kBlock)});
   if (q_t) written("q_t", *q_t, ScalarType::Float8_e4m3fn, {E, K, N});
+  check_dim(op, "grad", grad, 3);
   const ScalarType dtype = grad.scalar_type();
   check_activation(op, "grad", dtype);
   written("master", master, dtype, {E, N, K});

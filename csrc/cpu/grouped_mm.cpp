@@ -116,7 +116,7 @@ void multiply_group(const Matrix& out, const Matrix& a, const Matrix& b, const v
 Tensor grouped_mm_nt(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
                      const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype,
                      const std::optional<Tensor>& rows, const LowRank& low) {
-  const ScalarType dtype = out_dtype.value_or(a_in.scalar_type());
+  const ScalarType dtype = out_dtype.value_or(dtype_of(a_in));
   check_grouped_mm("grouped_mm", a_in, b_in, offs, bias_in, dtype, rows, low);
   const Tensor b = low.b ? beside(b_in, *low.b) : dense_operand(b_in);
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
@@ -161,7 +161,7 @@ Tensor grouped_mm_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offs,
                         std::optional<ScalarType> out_dtype, const std::optional<Tensor>& dy_rows,
                         const std::optional<Tensor>& x_rows) {
   const char* op = "grouped_mm_wgrad";
-  const ScalarType dtype = out_dtype.value_or(dy.scalar_type());
+  const ScalarType dtype = out_dtype.value_or(dtype_of(dy));
   check_grouped_mm_wgrad(op, dy, x, offs, dtype, dy_rows, x_rows);
   const WgradOperands operands(op, dy, x, offs, dy_rows, x_rows);
   Tensor dw = new_tensor(x, {offs.size(0), dy.size(1), x.size(1)}, dtype);

@@ -22,7 +22,7 @@ void run_wgrad(const Launch& launch, const Tensor& dy, const Tensor& x, const Te
 Tensor grouped_mm_nt(const Tensor& a, const Tensor& b, const Tensor& offs,
                      const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype,
                      const std::optional<Tensor>& a_rows, const LowRank& low) {
-  const ScalarType dtype = out_dtype.value_or(a.scalar_type());
+  const ScalarType dtype = out_dtype.value_or(dtype_of(a));
   check_grouped_mm("grouped_mm", a, b, offs, bias_in, dtype, a_rows, low);
 
   const Launch launch("grouped_mm", a);
@@ -84,7 +84,7 @@ std::optional<std::tuple<Tensor, Tensor, Tensor>> fused_mm_swiglu_grad(
 Tensor grouped_mm_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offs,
                         std::optional<ScalarType> out_dtype, const std::optional<Tensor>& dy_rows,
                         const std::optional<Tensor>& x_rows) {
-  const ScalarType dtype = out_dtype.value_or(dy.scalar_type());
+  const ScalarType dtype = out_dtype.value_or(dtype_of(dy));
   check_grouped_mm_wgrad("grouped_mm_wgrad", dy, x, offs, dtype, dy_rows, x_rows);
 
   const Launch launch("grouped_mm_wgrad", x);
