@@ -27,6 +27,7 @@ from grouped_linear import (
     grouped_mlp,
     ops,
 )
+from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.ops.activation import GELU_TANH
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
@@ -251,6 +252,40 @@ def test_saved_in_fp8(kind: str, recipe: Recipe | None, device: str) -> None:
     assert not torch.equal(of_saved[3], gradients[3])  # of down_proj, from h made again
     if recipe is None:
         assert_same_bits(of_saved[5], gradients[5])  # down's bias needs no gate_up
+
+
+@DEVICES
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("limit", [7.0, 7.03, 1.8125, 0.9])
+def test_a_limit_is_decided_before_rounding(
+    limit: float, dtype: torch.dtype, compiled: bool, device: str
+) -> None:
+    """Where it clamps, gradients are zero exactly where they are without rounding."""
+    torch.manual_seed(0)
+    form = SwiGLU(alpha=0.5, beta=1.0, limit=limit, interleaved=limit == 7.0)
+    near_it = limit * (1 + torch.arange(-200, 200) * 2.0**-11)
+    far = torch.tensor([0.0, 3 * limit, -3 * limit, -100 * limit, 1e-3 * limit, float("inf")])
+    values = torch.cat([near_it, -near_it, far])
+    R = 64
+    gate_up = values[torch.randint(len(values), (R, 2 * F))].to(device, dtype)
+    offs = torch.tensor([R], dtype=torch.int32, device=device)
+    config = MLPConfig(form, save_in_fp8=True)
+    save = (
+        torch.compile(config.save, fullgraph=True, backend="aot_eager") if compiled else config.save
+    )
+    q, scale = save(gate_up.clone(), offs)
+    assert q is not None
+    assert scale is not None
+    rounded = ops.group_dequantize(q, scale, offs, dtype)
+    dh = torch.ones(R, F, device=device, dtype=dtype)
+    ones = torch.ones(R, device=device)
+    exact, given = (ops.swiglu_grad(dh, t, ones, offs, form)[0] for t in (gate_up, rounded))
+    assert_same_bits(given == 0, exact == 0)
+    inside = (gate_up.abs() <= limit) & (gate_up.abs() > limit / 1000)
+    # e4m3 rounds by up to 2^-4; what would round past the limit by twice that
+    off = (rounded.double() - gate_up.double()).abs() / gate_up.abs().double()
+    assert off[inside].max() <= 2.0**-3
 
 
 @DEVICES

@@ -5,15 +5,17 @@ R rows sorted by expert, E experts, F features inside an expert, G = 2 F for gat
 or F without a gate.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd.gemm import Gemm
 from grouped_linear.meta_kernels.rules import dtype_name
-from grouped_linear.ops.activation import Activation
+from grouped_linear.ops.activation import Activation, SwiGLU
 from grouped_linear.recipes import Format, Operands
 from grouped_linear.recipes.format import ROWWISE, call_without_writes
 from grouped_linear.recipes.quantize import (
@@ -40,9 +42,47 @@ class MLPConfig(NamedTuple):
         """The tensors a backward reads: gate_up and None, or e4m3 and scales of 1x128 blocks."""
         if gate_up_RG is None or not self.save_in_fp8:
             return gate_up_RG, None
+        if self.activation.swiglu is not None:
+            _decide_limit_(gate_up_RG, self.activation.swiglu)
         # Explicit: Dynamo makes an input of a float default, as of a number of an activation.
-        quantized = ops.group_quantize(gate_up_RG, offs_E, amax_epsilon=0.0)
+        quantized = ops.group_quantize(
+            gate_up_RG, offs_E, amax_epsilon=0.0, power_of_two_scales=True
+        )
         return quantized.q, quantized.scale
+
+
+#: The significant bits of the numbers of a dtype; of e4m3 four.
+BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+
+
+def _decide_limit_(gate_up_RG: Tensor, form: SwiGLU) -> None:
+    """Write what a limit clamps as numbers that stay beyond it in e4m3, and the rest as others.
+
+    Rounded to e4m3, 7.2 is 7.0, where a limit of 7.0 lets the gradient pass. All numbers beyond the
+    limit count alike, so they become the next one with four significant bits; those that would
+    round past the limit become the last one inside. Scales are powers of two, under which e4m3 has
+    both numbers where no gate of the block is below -14336 times the limit.
+    """
+    limit, dtype = form.arguments[2], gate_up_RG.dtype
+    if limit is None or limit >= torch.finfo(dtype).max:
+        return
+    limit = _to_bits(limit, BITS[torch.float32], round)  # as the kernels read it
+    limit = _to_bits(limit, BITS[dtype], math.floor)  # the last number of the dtype that passes
+    inside = _to_bits(limit, 4, math.floor)
+    beyond = min(_to_bits(inside, 4, lambda fraction: fraction + 1), torch.finfo(dtype).max)
+    gate, up = form.split(gate_up_RG)
+    over, up_over, up_under = gate > limit, up > limit, up < -limit
+    if inside != limit:
+        gate.clamp_(max=inside)
+        up.clamp_(-inside, inside)
+    gate.masked_fill_(over, beyond)
+    up.masked_fill_(up_over, beyond).masked_fill_(up_under, -beyond)
+
+
+def _to_bits(number: float, bits: int, rounded: Callable[[float], float]) -> float:
+    """A positive number with so many significant bits, whose fraction is rounded in this way."""
+    fraction, exponent = math.frexp(number)
+    return math.ldexp(rounded(math.ldexp(fraction, bits)), exponent - bits)
 
 
 def gate_up_and_h(
@@ -56,7 +96,7 @@ def gate_up_and_h(
     offs_E, form = fprop.offs_E, activation.swiglu
     if form is not None and fprop.has_swiglu_kernel:
         x: Any = fprop.operands.rowwise
-        given = x, fprop.b.mT, offs_E, fprop.bias_EN, fprop.operands.rows
+        given = x, fprop.b.transpose(1, 2), offs_E, fprop.bias_EN, fprop.operands.rows
         both = ops.grouped_mm_swiglu(*given, keep_gate_up=keep_gate_up, activation=form)
         h = quantize(both.h, format, offs_E, ROWWISE)
         return both.gate_up, h, both.h if keep_h else None

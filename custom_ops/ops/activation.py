@@ -138,21 +138,22 @@ class SwiGLU(Activation):
         d_gate = dh_RF * (u + self.beta) * s * (1 + g * slope * (1 - s))
         d_up = dh_RF * g * s
         if self.limit is not None:
-            gate, up = self._split(gate_up_RG)
+            gate, up = self.split(gate_up_RG)
             d_gate = d_gate.masked_fill(gate > self.limit, 0)
             d_up = d_up.masked_fill(up.abs() > self.limit, 0)
         if self.interleaved:
             return torch.stack([d_gate, d_up], dim=2).flatten(1)
         return torch.cat([d_gate, d_up], dim=1)
 
-    def _split(self, gate_up_RG: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, gate_up_RG: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of gate and of up, [R, F] each."""
         if self.interleaved:
             return gate_up_RG[:, 0::2], gate_up_RG[:, 1::2]
         gate, up = gate_up_RG.chunk(2, dim=1)
         return gate, up
 
     def _clamped(self, gate_up_RG: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = self._split(gate_up_RG)
+        gate, up = self.split(gate_up_RG)
         if self.limit is None:
             return gate, up
         return gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
