@@ -17,13 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.autograd import forward_ad
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from grouped_linear import GroupedLinear, GroupedMLP, Recipe, grouped_linear, ops
+from grouped_linear import GroupedLinear, GroupedMLP, Lora, Recipe, grouped_linear, ops
+from grouped_linear.autograd.routing import CombineFunction, GatherFunction
+from grouped_linear.nn.router import router_logits
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import DEVICES
@@ -650,3 +653,119 @@ def test_what_else_autograd_offers_is_refused(whole_mlp: bool, recipe: Recipe | 
             function(x)
     with pytest.raises(RuntimeError, match="functorch transforms"):
         torch.func.vmap(call)(x[None])
+
+
+@pytest.mark.parametrize("kind", ["layer", "mlp", "router", "gather", "combine"])
+def test_transforms_are_refused_in_a_graph(kind: str) -> None:
+    """torch.func would drop their backward there, and give zeros."""
+    layer, mlp, router = make_layer(RECIPES["block"]), GroupedMLP(E, K, N), nn.Linear(K, E)
+    (x, m_splits), chosen = inputs(), torch.arange(T)[:, None] % E
+    x, routing = x.detach(), ops.sort_by_expert(chosen, E)
+    ones = torch.ones(T, 1, requires_grad=True)
+    calls = {
+        "layer": lambda x: layer(x, m_splits),
+        "mlp": lambda x: mlp(x, ones, chosen),
+        "router": lambda x: router_logits((x * ones), router.weight)[0],
+        "gather": lambda x: GatherFunction.apply(x * ones, *routing),
+        "combine": lambda x: CombineFunction.apply(x, ones, *routing),
+    }
+
+    def loss(x: Tensor) -> Tensor:
+        y: Tensor = calls[kind](x)
+        return y.square().sum()
+
+    leaf = x.clone().requires_grad_()
+    loss(leaf).backward()
+    for function in (torch.func.grad(loss), torch.func.jacrev(loss)):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        with pytest.raises(RuntimeError, match=r"not for torch\.func's transforms"):
+            compiled(x)
+    with pytest.raises(RuntimeError, match="functorch transforms"):  # after a graph break
+        torch.compile(torch.func.grad(loss), backend="aot_eager")(x)
+
+
+# --- regions of a graph ---------------------------------------------------------------------------
+
+REGIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "block": {"recipe": RECIPES["block"]},
+    "delayed": {"recipe": RECIPES["delayed"]},
+    "mxfp8": {"recipe": RECIPES["mxfp8"]},
+    "both": {"recipe": RECIPES["block"], "weights": "both"},
+    "frozen": {"recipe": RECIPES["block"], "weights": "fp8", "lora": Lora(8)},
+    "mxfp4": {"weights": "mxfp4", "lora": Lora(8)},
+}
+
+
+@pytest.mark.parametrize("options", REGIONS.values(), ids=REGIONS)
+@pytest.mark.parametrize("is_mlp", [False, True], ids=["layer", "mlp"])
+def test_in_a_region_of_a_graph(is_mlp: bool, options: dict[str, Any]) -> None:
+    """nested_compile_region and torch.cond take no views of a parameter as further inputs."""
+    torch.manual_seed(0)
+    layer = GroupedMLP(E, K, 64, **options) if is_mlp else GroupedLinear(E, K, 64, **options)
+    (x, m_splits), chosen, ones = inputs(), torch.arange(T)[:, None] % E, torch.ones(T, 1)
+
+    def call(x: Tensor) -> Tensor:
+        y: Tensor = layer(x, ones, chosen) if is_mlp else layer(x, m_splits)
+        return y
+
+    region = torch.compiler.nested_compile_region(call)
+
+    def nested(x: Tensor) -> Tensor:
+        y: Tensor = region(x)
+        return y
+
+    def branches(x: Tensor) -> Tensor:
+        y: Tensor = torch.cond(x[0, 0] < 9, call, lambda x: 2 * call(x), (x,))
+        return y
+
+    leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    expected = call(x)
+    expected = [expected, *torch.autograd.grad(expected.square().sum(), leaves)]
+    for function in (nested, branches):
+        y = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+        assert_all_same_bits([y, *torch.autograd.grad(y.square().sum(), leaves)], expected)
+
+
+# --- a backward in two halves ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["layer", "apart", "mlp"])
+@pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
+def test_main_grad_of_a_backward_in_two_halves(recipe: Recipe | None, kind: str) -> None:
+    """As pipelines without bubbles run it: first for x, then for the weights, by torch itself."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"recipe": recipe, "fuse_wgrad_accumulation": True}
+    layer: Any = (
+        GroupedMLP(E, K, N, **options)
+        if kind == "mlp"
+        else linear_of(E, K, N, single_grouped_weight=kind == "layer", **options)
+    )
+    before = nn.Linear(K, K)
+    fused = [p for name, p in layer.named_parameters() if "bias" not in name]
+    (given, m_splits), chosen = inputs(), torch.arange(T)[:, None] % E
+
+    def call() -> Tensor:
+        x = before(given)
+        y: Tensor = layer(x, torch.ones(T, 1), chosen) if kind == "mlp" else layer(x, m_splits)
+        return y
+
+    results = []
+    for in_halves in (False, True):
+        for p in fused:
+            p.main_grad = torch.ones_like(p, dtype=FP32)
+        parameters = [*before.parameters(), *layer.parameters()]
+        for t in (given, *parameters):
+            t.grad = None
+        for _ in range(2):  # micro-batches
+            y = call()
+            dy = torch.ones_like(y)
+            if in_halves:
+                _, groups = stage_backward_input([y], [dy], [given], iter(parameters))
+                stage_backward_weight(iter(parameters), groups)
+            else:
+                y.backward(dy)
+        others = [p.grad for p in parameters if not any(p is w for w in fused)]
+        results.append([given.grad, *others, *(p.main_grad for p in fused)])
+    assert_all_same_bits(*results)
+    assert all(p.grad is None or not p.grad.any() for p in fused)

@@ -102,6 +102,12 @@ def test_a_compiled_graph_refuses_when_it_is_made() -> None:
     leaf = gate_up.clone().requires_grad_()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"use grouped_mlp, or SwiGLU.forward"):
         compiled(leaf)
+    for transform in (torch.func.grad, torch.func.grad_and_value):
+        transformed = transform(lambda x: ops.swiglu(x, offs).sum())
+        with pytest.raises(RuntimeError, match=r"^swiglu: not differentiable: use grouped_mlp"):
+            transformed(gate_up)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="swiglu: not differentiable"):
+            torch.compile(transformed, fullgraph=True)(gate_up)
     expected = ops.swiglu(gate_up, offs) + gate_up[:, ::2]
     with torch.no_grad():
         assert torch.equal(compiled(leaf), expected)

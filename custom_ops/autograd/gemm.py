@@ -82,8 +82,10 @@ class Gemm(NamedTuple):
             options: Any = {"transpose_b": is_fprop, "rows": rows, "a_low": a_low, "b_low": b_low}
             return ops.grouped_mm_mxfp4(a, b, scale_b, offs_E, bias_EN, scale_a, dtype, **options)
         if is_fprop:
-            b = b.mT
-            scale_b = scale_b.mT if scale_b is not None and scale_b.dim() == 3 else scale_b
+            b = b.transpose(1, 2)
+            scale_b = (
+                scale_b.transpose(1, 2) if scale_b is not None and scale_b.dim() == 3 else scale_b
+            )
         if scale_a is None or scale_b is None:
             low = [t.to(a.dtype) for t in low]  # MXFP8 multiplies in bf16, whatever x is
             with _below_autograd():

@@ -15,6 +15,7 @@ from grouped_linear.autograd.once_differentiable import strictly_once_differenti
 from grouped_linear.autograd.projection import Kept, Parameters, Projection
 from grouped_linear.autograd.saved import saved_tensors, scales_of
 from grouped_linear.autograd.wgrad import Wgrad, edges_of, needs_grad_now
+from grouped_linear.ops.gradients import refuse_transforms
 from grouped_linear.recipes import Layouts, Operands, Recipe
 from grouped_linear.recipes.format import BOTH, COLUMNWISE_AGAIN, ROWWISE
 from grouped_linear.recipes.quantize import quantize
@@ -92,6 +93,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         function with as many parameters as arguments where nothing needs a gradient (torch 2.11,
         2.13).
         """
+        refuse_transforms("grouped_linear")
         projection, grad_enabled, m_splits_E, offs_E, save_input, ctx.defer_wgrad = call
         x_TK, bias_EN = tensors[:2]
         assert x_TK is not None
@@ -119,7 +121,7 @@ class GroupedLinearFunction(torch.autograd.Function):
     @strictly_once_differentiable
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         """Compute dgrad, wgrad and the bias gradient, each only where it is needed."""
-        need_x, needs = _needs(ctx, now=True)
+        (need_x, needs), as_results = _needs_now(ctx)
         offs_E, saved_x, x_scale, adapter_x_TK, kept = _saved(ctx)
         if (need_x or needs.weight) and _backward_takes_one_op(ctx):
             saved = offs_E, saved_x, x_scale, kept
@@ -144,7 +146,7 @@ class GroupedLinearFunction(torch.autograd.Function):
                 x = quantize(saved_x, recipe.input, offs_E, COLUMNWISE_AGAIN)
             wgrad = projection.wgrad(dy, x, offs_E)
             if ctx.defer_wgrad is None:
-                dws = wgrad.compute()
+                dws = wgrad.compute(as_results)
             else:
                 ctx.defer_wgrad(wgrad)
         if dy.bias_grad is not None:
@@ -152,15 +154,22 @@ class GroupedLinearFunction(torch.autograd.Function):
         return None, dx_TK, db_EN, da_ErK, db_ENr, *dws
 
 
-def _needs(ctx: Any, now: bool = False) -> tuple[bool, Parameters]:
-    """Whether the gradient of x is needed, and which of the parameters; of E weights any.
-
-    With ``now`` the engine is asked about weight gradients that are written and not returned.
-    """
+def _needs(ctx: Any) -> tuple[bool, Parameters]:
+    """Whether the gradient of x is needed, and which of the parameters; of E weights any."""
     _, need_x, need_bias, need_a, need_b, *need_weights = ctx.needs_input_grad
-    if now and (ctx.projection.main_grad is not None or ctx.defer_wgrad is not None):
-        need_weights = needs_grad_now(ctx, need_weights, ctx.weight_edges)
     return need_x, Parameters(any(need_weights), need_bias, need_a, need_b)
+
+
+def _needs_now(ctx: Any) -> tuple[tuple[bool, Parameters], bool]:
+    """The same in a backward, and whether as results: :func:`needs_grad_now`.
+
+    The engine is asked about weight gradients that are written and not returned.
+    """
+    need_x, needs = _needs(ctx)
+    if ctx.projection.main_grad is None and ctx.defer_wgrad is None:
+        return (need_x, needs), False
+    now, as_results = needs_grad_now(ctx, ctx.needs_input_grad[5:], ctx.weight_edges)
+    return (need_x, Parameters(any(now), *needs[1:])), as_results
 
 
 # --- eager block scaling: one op forward, one op backward ----------------------------------------

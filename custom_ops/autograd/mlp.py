@@ -22,6 +22,7 @@ from grouped_linear.autograd.projection import Kept, Parameters, Projection
 from grouped_linear.autograd.routing import ChosenRows, SortedRows, rows_of
 from grouped_linear.autograd.saved import saved_tensors, scales_of
 from grouped_linear.autograd.wgrad import edges_of, needs_grad_now
+from grouped_linear.ops.gradients import refuse_transforms
 from grouped_linear.recipes import Layouts
 from grouped_linear.recipes.format import COLUMNWISE_AGAIN, ROWWISE
 from grouped_linear.recipes.quantize import GradFormats, quantize
@@ -56,6 +57,7 @@ class _Needs(NamedTuple):
     weights: bool  # those of the routing
     gate_up: Parameters
     down: Parameters
+    as_results: bool = False  # whether weight gradients are returned: needs_grad_now
 
     @classmethod
     def of(cls, ctx: Any) -> "_Needs":
@@ -69,10 +71,11 @@ class _Needs(NamedTuple):
         needs = cls.of(ctx)
         if ctx.gate_up.main_grad is None and ctx.down.main_grad is None:
             return needs
-        x, weights, gate_up, down = needs
-        asked = needs_grad_now(ctx, (gate_up.weight, down.weight), ctx.weight_edges)
+        x, weights, gate_up, down, _ = needs
+        given = gate_up.weight, down.weight
+        asked, as_results = needs_grad_now(ctx, given, ctx.weight_edges)
         both = (Parameters(w, *p[1:]) for w, p in zip(asked, (gate_up, down), strict=True))
-        return cls(x, weights, *both)
+        return cls(x, weights, *both, as_results)
 
     @property
     def dh(self) -> bool:
@@ -158,6 +161,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         projection weight, bias, a and b of its adapter. What does not apply is None. They are one
         parameter as in :class:`GroupedLinearFunction`.
         """
+        refuse_transforms("grouped_mlp")
         gate_up, down, config, rows, grad_enabled, arriving = call
         x_TH, weight_TC, *_ = tensors
         assert x_TH is not None
@@ -276,7 +280,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             d_down_a = adapter.grad_of_a(d_down_Rr, adapter.input(h_RF), offs_E)
         del h_RF
         if needs.down.weight:
-            (d_down_w,) = down.wgrad(dy, h, offs_E).compute()
+            (d_down_w,) = down.wgrad(dy, h, offs_E).compute(needs.as_results)
             del dy, h
 
         # The first layer's adapter and dgrad.
@@ -298,7 +302,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         # Its other parameters, of tokens that are gathered again, while the gradient of x travels.
         if needs.gate_up.weight:
             x = gate_up.input(rows.source(saved.x_TH), offs_E, COLUMNWISE_AGAIN)
-            (d_gate_up_w,) = gate_up.wgrad(d_gate_up, x, offs_E).compute()
+            (d_gate_up_w,) = gate_up.wgrad(d_gate_up, x, offs_E).compute(needs.as_results)
         if needs.gate_up.bias and d_gate_up.bias_grad is not None:
             d_gate_up_bias = d_gate_up.bias_grad.to(ctx.bias_dtypes[0])
         if transport is not None:

@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 
 from grouped_linear import ops
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
+from grouped_linear.ops.gradients import refuse_transforms
 
 
 class RouterLogitsFunction(torch.autograd.Function):
@@ -22,6 +23,7 @@ class RouterLogitsFunction(torch.autograd.Function):
         ctx: Any, x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the logits [T, E] and x."""
+        refuse_transforms("router_logits")
         ctx.set_materialize_grads(False)
         need_x, need_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x_TH if need_weight else None, weight_EH if need_x else None)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
+from grouped_linear.ops.gradients import refuse_transforms
 from grouped_linear.recipes.quantize import Gathered
 
 
@@ -155,6 +156,7 @@ class GatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, *tensors: Tensor) -> Tensor:
         """Return rows sorted by expert."""
+        refuse_transforms("grouped_linear")
         routing = ops.SortedByExpert(*tensors)
         ctx.save_for_backward(routing.row)
         return routing.tokens(x_TH)
@@ -172,6 +174,7 @@ class CombineFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RH: Tensor, weight_TC: Tensor, *routing: Tensor) -> Tensor:
         """Return each token's weighted sum of its experts' rows."""
+        refuse_transforms("grouped_linear")
         _, need_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(weight_TC, y_RH if need_weight else None, *routing)
         return sum_of_rows(y_RH, ops.SortedByExpert(*routing).row, weight_TC)

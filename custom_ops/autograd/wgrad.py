@@ -31,26 +31,33 @@ def edges_of(arguments: Sequence[Any], places: Iterable[int]) -> list[int]:
     return [sum(isinstance(t, Tensor) for t in arguments[:place]) for place in places]
 
 
-def needs_grad_now(ctx: Any, needed: Sequence[bool], edges: Sequence[int]) -> Sequence[bool]:
-    """Tell which of the needed gradients this run of the backward was asked for.
+def needs_grad_now(
+    ctx: Any, needed: Sequence[bool], edges: Sequence[int]
+) -> tuple[Sequence[bool], bool]:
+    """Tell which of the needed gradients this run of the backward computes, and whether as results.
 
     ``ctx.needs_input_grad`` says what a backward may be asked for. torch.autograd.grad of x alone
     does not ask for the weight's gradient, which must then be neither added to main_grad nor
     deferred. Callers do not ask about gradients that are only returned: this takes 3 us. A compiled
     backward computes all gradients, and so does one that is run for some of several experts.
-    ``edges`` are from :func:`edges_of`.
+    ``edges`` are from :func:`edges_of`. Results are gradients that torch.autograd.grad returns, as
+    the second half of a pipeline's backward asks it to.
     """
     if torch.compiler.is_compiling():
-        return needed
+        return needed, False
+    as_results = False
 
     def runs(node: Any) -> bool:
+        nonlocal as_results
         try:
             return torch._C._will_engine_execute_node(node)
-        except RuntimeError:  # a leaf, whose gradient torch.autograd.grad returns
+        except RuntimeError:  # a leaf among the inputs of torch.autograd.grad
+            as_results = True
             return True
 
     nodes = (ctx.next_functions[edge][0] for edge in edges)
-    return [need and runs(node) for need, node in zip(needed, nodes, strict=True)]
+    runs_now = [need and runs(node) for need, node in zip(needed, nodes, strict=True)]
+    return runs_now, as_results
 
 
 class Wgrad(NamedTuple):
@@ -66,8 +73,11 @@ class Wgrad(NamedTuple):
     dy_rows: Tensor | None = None  # dy[dy_rows[t]] takes the place of dy[t]
     x_rows: Tensor | None = None  # x[x_rows[t]] that of x[t]; at most one of the two is given
 
-    def compute(self) -> tuple[Tensor | None, ...]:
-        """The gradient of each weight, or None where it went into main_grad."""
+    def compute(self, as_results: bool = False) -> tuple[Tensor | None, ...]:
+        """The gradient of each weight, or None where it went into main_grad.
+
+        ``as_results`` asks for zeros in place of None, which torch.autograd.grad refuses.
+        """
         weights, main_grad = self.weights, self.main_grad
         if main_grad is None:
             dw_ENK = self._product(weights[0].dtype)
@@ -78,6 +88,8 @@ class Wgrad(NamedTuple):
         else:
             flag = overwrite
         self._add_to(main_grad.tensors, flag)
+        if as_results:  # dense, because a pipeline adds to them
+            return tuple(w.new_zeros(w.shape, device=self.dy.device) for w in weights)
         if main_grad.returns_zeros:
             return tuple(w.new_zeros((), device=self.dy.device).expand(w.shape) for w in weights)
         return (None,) * len(weights)

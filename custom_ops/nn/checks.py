@@ -235,8 +235,11 @@ def check_splits(op: str, m_splits: Any, x: Tensor, name: str, E: int) -> None:
         )
     sizes = m_splits.shape if isinstance(m_splits, Tensor) else (len(m_splits),)
     if len(sizes) == 1 and torch.compiler.is_compiling():  # an unknown size is assumed to be E
-        # Dynamo of torch 2.11 takes no message with variables.
-        torch._check(sizes[0] == E, lambda: "grouped_linear: m_splits and weight differ in E")
+        # Dynamo of torch 2.11 takes no message with variables. In a nested_compile_region it takes
+        # none, so what is known while a graph is made is not checked there.
+        same = sizes[0] == E
+        if same is not True:
+            torch._check(same, lambda: "grouped_linear: m_splits and weight differ in E")
     elif len(sizes) == 1 and sizes[0] != E:
         raise RuntimeError(
             f"{op}: E differs: m_splits, the rows of each expert, has {sizes[0]}, {name} {E}"
@@ -334,10 +337,14 @@ def check_choices(
     if x.dim() == top_k_weights.dim() == top_k_index.dim() and torch.compiler.is_compiling():
         for t in (top_k_weights, top_k_index):
             for i in range(x.dim() - 1):  # unknown sizes are assumed to be equal
-                torch._check(
-                    x.size(i) == t.size(i),
-                    lambda: "grouped_mlp: x, top_k_weights and top_k_index differ in their tokens",
-                )
+                same = x.size(i) == t.size(i)
+                if same is not True:
+                    torch._check(
+                        same,
+                        lambda: (
+                            "grouped_mlp: x, top_k_weights and top_k_index differ in their tokens"
+                        ),
+                    )
     elif not x.shape[:-1] == top_k_weights.shape[:-1] == top_k_index.shape[:-1]:
         raise RuntimeError(  # without str() of a shape, which Dynamo does not trace
             "grouped_mlp: x [..., H], top_k_weights [..., C] and top_k_index [..., C] differ in "
@@ -353,7 +360,9 @@ def check_choices(
             f"grouped_mlp: top_k_index must be int32 or int64, got {dtype_name(top_k_index.dtype)}"
         )
     if max_rows is not None and torch.compiler.is_compiling():  # it may be computed from x's size
-        torch._check(max_rows >= 0, lambda: "grouped_mlp: max_rows must not be negative")
+        positive = max_rows >= 0
+        if positive is not True:
+            torch._check(positive, lambda: "grouped_mlp: max_rows must not be negative")
     elif max_rows is None:
         return
     elif not (is_integer(max_rows) or isinstance(max_rows, torch.SymInt)):
@@ -378,10 +387,9 @@ def check_row_weights(op: str, row_weights: Any, x: Tensor) -> None:
     check_device(op, "row_weights", row_weights, x)
     _check_factors(op, "row_weights", row_weights)
     if row_weights.dim() == 1 and torch.compiler.is_compiling():  # unknown sizes are assumed
-        torch._check(
-            row_weights.size(0) == x.size(0),
-            lambda: "grouped_mlp_sorted: row_weights and x differ in R",
-        )
+        same = row_weights.size(0) == x.size(0)
+        if same is not True:
+            torch._check(same, lambda: "grouped_mlp_sorted: row_weights and x differ in R")
     elif row_weights.shape != x.shape[:1]:
         raise RuntimeError(
             f"{op}: row_weights must be [{x.size(0)}], one of each row, got "

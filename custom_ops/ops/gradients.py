@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has no gradient refuses to give one: a derivative that lacked its share would be wrong."""
+"""Ops without a gradient formula raise in backward: a derivative without their share is wrong."""
 
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -58,18 +58,42 @@ def _refusing(name: str, instead: str | None) -> Callable[..., Any]:
         if not torch.is_grad_enabled() and forward_ad._current_level < 0:
             return op(*arguments)
         _check_no_tangents(name, arguments)
+        is_compiling = torch.compiler.is_compiling()
+        # Dynamo does not show that a tensor of torch.func.grad requires one.
+        of_func = is_compiling and torch.is_grad_enabled() and "Grad" in _transforms()
         needing = [t for t in _tensors(arguments) if t.requires_grad]
-        if not (needing and torch.is_grad_enabled()):
+        if not of_func and not (needing and torch.is_grad_enabled()):
             return op(*arguments)
-        # A compiled graph has its backward before any is asked for, and an op that only writes has
-        # no output that could refuse later.
-        if torch.compiler.is_compiling() or not has_outputs:
+        # A compiled graph has its backward before any is asked for, and so has torch.func. An op
+        # that only writes has no output that could refuse later.
+        if is_compiling or not has_outputs or torch._C._are_functorch_transforms_active():
             raise RuntimeError(sentence)
         with torch.no_grad():
             results = op(*arguments)
         return _refuse(sentence, results, needing)
 
     return call
+
+
+def _transforms() -> tuple[str, ...]:
+    """The transforms of torch.func that are active, as "Grad"; in a graph, while it is made."""
+    return tuple(t.key().name for t in torch._C._functorch.get_interpreter_stack() or ())
+
+
+# As torch.compiler.assume_constant_result does, which would import Dynamo here.
+_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_transforms(name: str) -> None:
+    """Raise in a graph that torch.func transforms, which would drop a Function's backward.
+
+    Elsewhere torch's Function raises.
+    """
+    if torch.compiler.is_compiling() and _transforms():
+        raise RuntimeError(
+            f"{name}: not for torch.func's transforms (grad, vjp, jvp, jacrev, vmap): use "
+            "torch.autograd.grad, or backward"
+        )
 
 
 def _without_tangents(name: str) -> Callable[..., Any]:
