@@ -16,9 +16,8 @@ import argparse
 import math
 import statistics
 import sys
-import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +38,7 @@ from benchmarks.moe_model import (
     ModelSize,
     give_gradients_memory,
 )
+from benchmarks.python_source import of_the_library
 from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
@@ -154,19 +154,16 @@ class Run:
 
 
 class Text:
-    """The standard library's source as bytes: every tenth file is held out for validation."""
+    """The first files as bytes: every tenth is held out for validation."""
 
-    def __init__(self, limit: int) -> None:
-        folder = Path(sysconfig.get_paths()["stdlib"])
+    def __init__(self, files: Sequence[Path], limit: int) -> None:
         training, held_out = bytearray(), bytearray()
-        installed = {"site-packages", "dist-packages"}
-        own = (path for path in folder.rglob("*.py") if installed.isdisjoint(path.parts))
-        for i, path in enumerate(sorted(own)):
+        for i, path in enumerate(files):
             (held_out if i % 10 == 9 else training).extend(path.read_bytes())
             if len(training) >= limit:
                 break
         if len(training) < 1_000_000:
-            sys.exit(f"demo: found only {len(training)} bytes of Python source in {folder}")
+            sys.exit(f"demo: {len(files)} files have only {len(training)} bytes of Python source")
         self.training = torch.frombuffer(training, dtype=torch.uint8)
         self.held_out = torch.frombuffer(held_out, dtype=torch.uint8)
 
@@ -457,7 +454,7 @@ def main() -> None:
     scale = replace(scale, micro_batches=arguments.micro_batches)
     if arguments.steps is not None:
         scale = replace(scale, steps=arguments.steps)
-    text = Text(scale.text_bytes)
+    text = Text(of_the_library(), scale.text_bytes)
     dtype = activation_dtype(device)
     runs = [
         Run(kind, dtype, mode)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 HELD_OUT = 32  # one folder in so many
 SAMPLE = 8  # the tokenizer reads one file in so many
+LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 END = "<|end|>"  # token 0, after each document
 
 
@@ -93,12 +94,9 @@ def distinct(limit: int | None) -> Iterator[Document]:
 
 def files() -> Iterator[tuple[str, str, Path]]:
     """Package and version, name in it, and path of every Python file."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    installed = {"site-packages", "dist-packages"}
     version = ".".join(map(str, sys.version_info[:3]))
-    for path in sorted(library.rglob("*.py")):
-        if installed.isdisjoint(path.parts):
-            yield f"Python {version}", str(path.relative_to(library)), path
+    for path in of_the_library():
+        yield f"Python {version}", str(path.relative_to(LIBRARY)), path
     found: dict[str, Any] = {}  # of two versions of a package the first is imported
     for distribution in metadata.distributions():
         found.setdefault(distribution.metadata["Name"], distribution)
@@ -109,6 +107,12 @@ def files() -> Iterator[tuple[str, str, Path]]:
         for file in sorted(found[name].files or [], key=str):
             if file.suffix == ".py":
                 yield package, str(file), Path(str(file.locate()))
+
+
+def of_the_library() -> list[Path]:
+    """Python's own files, in a fixed order."""
+    installed = {"site-packages", "dist-packages"}
+    return [p for p in sorted(LIBRARY.rglob("*.py")) if installed.isdisjoint(p.parts)]
 
 
 def hash_of(package: str, name: str) -> bytes:

@@ -2,7 +2,10 @@
 """benchmarks.convergence at a tiny size: pairs are pairs, and intervals are Student's."""
 
 import math
+import platform
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -18,28 +21,54 @@ from benchmarks.convergence_report import (
     runs_of,
     table,
 )
+from support.programs import write_programs
 
 pytest.importorskip("transformers", minversion="5.23")
 
 TEXT = 1_000_000
+INSTALLED = python_source.files
+
+Files = list[tuple[str, str, Path]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
+    """The same on every machine, in place of what is installed."""
+    folder = tmp_path_factory.mktemp("text")
+    programs = write_programs(folder)
+    (folder / "part0" / "equal.py").write_bytes(programs[5].read_bytes())
+    (folder / "part0" / "empty.py").write_text("")
+    (folder / "part0" / "latin1.py").write_bytes("# d\u00e9j\u00e0 vu".encode("latin-1"))
+    further = [folder / "part0" / f"{name}.py" for name in ("equal", "empty", "latin1", "gone")]
+    files = [("programs 1.0", str(p.relative_to(folder)), p) for p in (*programs, *further)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(python_source, "files", lambda: iter(files))
+        yield files
 
 
 @pytest.fixture(scope="module")
-def data() -> python_source.Corpus:
+def data(files: Files) -> python_source.Corpus:
     return python_source.corpus(512, TEXT)
 
 
-def test_the_corpus_is_the_same_each_time(data: python_source.Corpus) -> None:
+def test_the_corpus_is_the_same_each_time(data: python_source.Corpus, files: Files) -> None:
     again = python_source.corpus(512, TEXT)
     assert again.digest == data.digest
     assert again.about == data.about
     for part in (data.training, data.held_out):
         assert part.dtype == torch.int16
         assert 0 <= part.min() <= part.max() < 512
-    documents = list(python_source.distinct(TEXT))
+    documents = list(python_source.distinct(None))
+    assert len(documents) == len(files) - 4  # each text once; no empty, unreadable or missing file
     texts = [{d.text for d in documents if d.is_held_out == out} for out in (False, True)]
     assert texts[0].isdisjoint(texts[1])
     assert sum(map(len, texts)) == len(documents)
+
+
+def test_the_benchmark_learns_what_is_installed() -> None:
+    packages = [package for package, *_ in INSTALLED()]
+    assert packages[0] == f"Python {platform.python_version()}"
+    assert f"torch {metadata.version('torch')}" in packages
 
 
 def test_lines_are_right_where_every_token_is() -> None:
@@ -192,7 +221,9 @@ def test_gradients_lie_as_far_from_the_exact_ones_as_their_formats_say(
         line[0].strip(): float(line[1]) for line in lines if len(line) == 5 and "." in line[1]
     }
     bf16, fp8, e5m2 = (of_batch[LABELS[mode]] for mode in modes)
-    assert bf16 < 3 < fp8 < e5m2 < 10 < of_batch["another batch"]
+    # Rounding sends some tokens to other experts, so numbers depend on the text. Three texts gave
+    # 3.1 to 4.5, 6.3 to 8.8, 8.2 to 10.5, and 87 to 92 percent.
+    assert 1.4 * bf16 < fp8 < e5m2 < 15 < 60 < of_batch["another batch"]
 
 
 def test_distances_of_gradients() -> None:

@@ -12,6 +12,7 @@ from benchmarks import demo
 from benchmarks.moe_model import ModelSize
 from grouped_linear import GroupedLinear
 from support.devices import DEVICES
+from support.programs import write_programs
 from support.tensors import BF16, FP32
 
 SIZE = ModelSize(layers=1, width=32, heads=2, context=16, experts=4, chosen=2, expert_width=48)
@@ -31,8 +32,8 @@ class Plain(GroupedLinear):
 
 
 @pytest.fixture(scope="module")
-def text() -> demo.Text:
-    return demo.Text(TINY.text_bytes)
+def text(tmp_path_factory: pytest.TempPathFactory) -> demo.Text:
+    return demo.Text(write_programs(tmp_path_factory.mktemp("text")), TINY.text_bytes)
 
 
 @DEVICES
