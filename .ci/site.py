@@ -17,6 +17,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 # File of the repository -> page of the site.
 OUTSIDE = {
+    "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "DESIGN.md": "design.md",

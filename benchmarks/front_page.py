@@ -37,9 +37,10 @@ LAYERS = {
     "ours block, cached weight, compiled": "ours block, cached weight",
 }
 HEADS = [SERIES[series][0] for series in LAYERS.values()]
+HEADS[1] += ", eager"
 HEADS[-1] = 'ours, FP8, `weights="both"`'
 Rows = dict[tuple[str, str], dict[str, str]]  # by model and layer
-Row = tuple[str, *tuple[tuple[float, float], ...]]  # of torch and of ours: ms, GiB
+Row = tuple[str, str, *tuple[tuple[float, float], ...]]  # weights; of torch and of ours: ms, GiB
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -53,18 +54,17 @@ def steps(gpu: str) -> Rows:
 
 
 def table(gpu: str) -> str:
-    """The README's: torch's time and ours, of layers, a whole model, and adapters."""
-    cells = [["a training step", "torch, BF16", "ours, FP8"]]
-    adapters = (
-        _adapters(f"compiled_{gpu}", "the same four: LoRA on attention and experts", "ours, FP8"),
-        _adapters(
-            f"gpt_oss_20b_compiled_{gpu}",
-            f"{label('gpt_oss_20b')}, four layers: LoRA, ours in MXFP4",
-            "ours, MXFP4",
-        ),
+    """The README's: torch's time and ours, of adapters, a whole model, and layers."""
+    cells = [["a training step", "torch, BF16", "ours", "`weights=`"]]
+    rows = (
+        _adapters("", "qwen3_30b", "ours, FP8", "fp8", gpu),
+        _adapters("gpt_oss_20b_", "gpt_oss_20b", "ours, MXFP4", "mxfp4", gpu),
+        _whole_model(gpu),
+        *_layers(gpu),
     )
-    for what, *pair in (*_layers(gpu), _whole_model(gpu), *adapters):
-        cells.append([what, *(f"{ms:.1f} ms, {gib:.1f} GiB" for ms, gib in pair)])
+    for what, weights, *pair in rows:
+        times = (f"{ms:.1f} ms, {gib:.1f} GiB" for ms, gib in pair)
+        cells.append([what, *times, f'`"{weights}"`'])
     return timing.markdown(cells)
 
 
@@ -72,9 +72,10 @@ def _layers(gpu: str) -> list[Row]:
     """Steps of an expert layer with AdamW; ours with weights that the optimizer writes in FP8."""
     rows, ours = steps(gpu), [*LAYERS][-1]
     pairs = ([rows[name, layer] for layer in (TORCH, ours)] for name in MODELS)
+    times = (((float(row["ms"]), float(row["peak_gib"])) for row in pair) for pair in pairs)
     return [
-        (f"{label(name)}: an expert layer", *((float(r["ms"]), float(r["peak_gib"])) for r in pair))
-        for name, pair in zip(MODELS, pairs, strict=True)
+        (f"an expert layer of {label(name)}", "both", *pair)
+        for name, pair in zip(MODELS, times, strict=True)
     ]
 
 
@@ -89,17 +90,17 @@ def _whole_model(gpu: str) -> Row:
     by = ("torch", "bf16"), ("ours", "block, cached weight")
     pair = (found[*one, "compiled"] for one in by)
     times = ((row["microseconds"]["median"] / 1e3, row["peak_bytes"] / 2**30) for row in pair)
-    return f"{label(WHOLE_MODEL)}: four whole layers", *times
+    return f"{label(WHOLE_MODEL)}, four layers: all of their weights", "both", *times
 
 
-def _adapters(record: str, what: str, ours: str) -> Row:
+def _adapters(record: str, model: str, ours: str, weights: str, gpu: str) -> Row:
     """A step of PEFT's adapters over BF16, and of ours over frozen experts."""
-    text = (timing.RESULTS / f"bench_lora_{record}.md").read_text()
+    text = (timing.RESULTS / f"bench_lora_{record}compiled_{gpu}.md").read_text()
     lines = (line.strip("|").split("|") for line in text.splitlines() if line.startswith("|"))
     found = {tuple(map(str.strip, line[:2])): line for line in lines}
     pair = (found["attention and experts", by] for by in ("PEFT, BF16", ours))
     times = ((float(row[2]), float(row[5])) for row in pair)
-    return what, *times
+    return f"{label(model)}, four layers: LoRA on attention and experts", weights, *times
 
 
 def whole_table(rows: Rows) -> str:

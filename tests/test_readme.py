@@ -115,6 +115,15 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
         assert (page.parent / link).exists(), link
 
 
+@pytest.mark.parametrize(
+    "page", [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))], ids=str
+)
+def test_files_that_pages_name_exist(page: Path) -> None:
+    folders = "benchmarks|csrc|custom_ops|docs|examples|meta_kernels|python|tests|\\.ci"
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", page.read_text()):
+        assert (ROOT / name).exists(), name
+
+
 ON_THE_SITE = [*PAGES, *(ROOT / "docs" / "reference").glob("*.md"), ROOT / "CONTRIBUTING.md"]
 ON_THE_SITE += [ROOT / "README.md", *(ROOT / "examples").rglob("README.md")]
 
@@ -150,6 +159,16 @@ def test_files_to_read_first_exist() -> None:
 def entries_of_reference() -> set[str]:
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     return set(re.findall(r"^::: grouped_linear\.(\S+)$", pages, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "reference").glob("*.md")), ids=lambda page: page.stem
+)
+def test_reference_names_what_it_lists(page: Path) -> None:
+    """In words, for who reads it in a clone."""
+    words, *entries = re.split(r"^::: grouped_linear\.", page.read_text(), flags=re.MULTILINE)
+    names = {entry.split()[0].rsplit(".", 1)[-1] for entry in entries}
+    assert names <= {name.rsplit(".", 1)[-1] for name in re.findall(r"`([\w.]+)`", words)}
 
 
 def test_reference_has_every_public_name() -> None:
