@@ -22,7 +22,6 @@ from grouped_linear import ops  # isort: skip
 from grouped_linear import te as te
 from grouped_linear.integrations import spmd as spmd
 from grouped_linear.integrations.convert import convert
-from grouped_linear.integrations.routing_replay import record_routing, replay_routing
 from grouped_linear.nn.functional import grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp, grouped_mlp_sorted
 from grouped_linear.nn.linear import GroupedLinear
@@ -60,8 +59,6 @@ __all__ = [
     "grouped_mlp",
     "grouped_mlp_sorted",
     "ops",
-    "record_routing",
-    "replay_routing",
     "te",
     "update_scales",
 ]

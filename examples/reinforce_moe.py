@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from grouped_linear import Float8BlockScaling, convert, record_routing, replay_routing
+from grouped_linear import Float8BlockScaling, convert
+from grouped_linear.contrib import record_routing, replay_routing
 from grouped_linear.integrations.transformers import fp8_tensors
 
 CONFIG = Qwen3MoeConfig(
@@ -89,16 +90,14 @@ def main() -> None:
                 output_logits=True,
                 return_dict_in_generate=True,
             )
-        ids, routing = sampled.sequences, recording.routing
+        ids, routing = sampled.sequences, recording.take()
         chosen = torch.stack(sampled.logits, dim=1).float().log_softmax(-1)
         of_sampler = chosen.gather(-1, ids[:, PROMPT:, None])[..., 0]
 
         tokens = ids.size(1) - 1  # the last one is sampled and never computed
         with torch.no_grad(), record_routing(trainer, SAMPLES, tokens) as recording:
             own = log_probabilities(trainer, ids)
-        others = (
-            recording.routing.experts.sort().values != routing.experts.sort().values
-        )
+        others = recording.take().sort().values != routing.sort().values
 
         reward = (ids[:, PROMPT:] % 2 == 0).float()
         advantage = reward.mean(1) - reward.mean()
@@ -111,7 +110,7 @@ def main() -> None:
         off = [(one - of_sampler).abs().mean().item() for one in (own, replayed)]
         share = others.any(-1).any(-1).float().mean().item()
         print(f"{step:4}{reward.mean():8.2f}{share:15.1%}{off[0]:13.4f}{off[1]:10.4f}")
-    print(f"\nbytes of routing for a token: {routing.bytes_per_token}")
+    print(f"\nbytes of routing for a token: {routing[0, 0].nbytes}")
 
 
 if __name__ == "__main__":

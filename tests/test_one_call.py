@@ -25,7 +25,6 @@ from grouped_linear import (
     Float8BlockScaling,
     Float8CurrentScaling,
     convert,
-    record_routing,
 )
 from grouped_linear.contrib import check_batch_invariant, compare, watch
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
@@ -379,7 +378,6 @@ def test_what_is_no_model_and_no_option() -> None:
     said.append(sentence(lambda: convert(Block(), **wrong)))
     for look in (watch, check_batch_invariant, partial(compare, step=print)):
         said.append(sentence(lambda look=look: look(Block), TypeError))
-    said.append(sentence(record_routing("qwen", 1, 2).__enter__, TypeError))
     assert_expected_inline(
         "\n".join(said),
         """\
@@ -389,8 +387,7 @@ convert: model must be a torch.nn.Module, got a list
 convert: save_gate_up_in_fp8 must be True or False, got 1
 watch: model must be a torch.nn.Module, got the class Block: make a model of it
 check_batch_invariant: model must be a torch.nn.Module, got the class Block: make a model of it
-compare: model must be a torch.nn.Module, got the class Block: make a model of it
-record_routing: model must be a torch.nn.Module, got a str""",
+compare: model must be a torch.nn.Module, got the class Block: make a model of it""",
     )
 
 

@@ -61,8 +61,6 @@ grouped_linear
 grouped_mlp
 grouped_mlp_sorted
 ops
-record_routing
-replay_routing
 te
 update_scales""",
     )
@@ -133,8 +131,6 @@ grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj, row_weights=None, recip
     state=None, *, gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1,
     beta=0, limit=None, interleaved=False, cubic=0), save_gate_up_in_fp8=False,
     recompute_gate_up=False, gate_up_lora=None, down_lora=None)
-record_routing(model, batch_size, max_tokens, *, weights=False)
-replay_routing(model, routing)
 update_scales(model, group=None)""",
     )
 

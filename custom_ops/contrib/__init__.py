@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""See what FP8 does to a model: statistics of its layers, and layers beside BF16."""
+"""Tools on the public names: what FP8 does to a model, and the experts that it chose."""
 
 from grouped_linear.contrib.batch_invariance import check_batch_invariant
 from grouped_linear.contrib.compare import Comparison, Difference, compare
 from grouped_linear.contrib.fake_quantize import fake_quantize
+from grouped_linear.contrib.routing_replay import Recording, record_routing, replay_routing
 from grouped_linear.contrib.watch import Watch, watch
 from grouped_linear.contrib.watch_statistics import Load, OperandStatistics, Statistics
 
@@ -12,10 +13,13 @@ __all__ = [
     "Difference",
     "Load",
     "OperandStatistics",
+    "Recording",
     "Statistics",
     "Watch",
     "check_batch_invariant",
     "compare",
     "fake_quantize",
+    "record_routing",
+    "replay_routing",
     "watch",
 ]
