@@ -64,7 +64,7 @@ def main() -> None:
         model.experts.down_proj[3, 5, 7] = 3e4
     read = train(model, steps)
     print(read, end="\n\n")
-    worst = read.worst("underflow", n=1)[0]
+    worst = read.worst(role="weight", n=1)[0]
     found.append(("outlier", f"{worst.layer} {worst.role}, expert {worst.expert}"))
 
     for dtype in (torch.bfloat16, torch.float32):
