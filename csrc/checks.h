@@ -52,7 +52,8 @@ Scoring check_topk_experts_grad(const Tensor& d_weights, const Tensor& logits,
                                 const Tensor& experts, const std::string& score_function,
                                 bool normalize, double scale);
 void check_sort_by_expert(const Tensor& experts, int64_t num_experts);
-void check_gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight);
+void check_gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight,
+                      const std::optional<Tensor>& offs);
 void check_gather_dot(const Tensor& a, const Tensor& y, const Tensor& rows);
 void check_scatter_rows(const Tensor& x, const Tensor& rows, int64_t num_rows);
 void check_swiglu(const char* op, const Tensor& gate_up, const Tensor& offs);

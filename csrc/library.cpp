@@ -65,9 +65,10 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def(
       "sort_by_expert(Tensor experts, int num_experts) "
       "-> (Tensor choice, Tensor token, Tensor row, Tensor offs)");
-  // y [R, H], rows [T, C] -> out [T, H] = the sum over c of weight[t, c] * y[rows[t, c]], and
+  // y [R, H], rows [T, C] -> out [T, H] = the sum over c of weight[t, c] * y[rows[t, c]], where
+  //                         rows from offs[-1] on add nothing, and
   // a [T, H] -> out [T, C] = a[t] . y[rows[t, c]], float32
-  m.def("gather_sum(Tensor y, Tensor rows, Tensor? weight=None) -> Tensor");
+  m.def("gather_sum(Tensor y, Tensor rows, Tensor? weight=None, Tensor? offs=None) -> Tensor");
   m.def("gather_dot(Tensor a, Tensor y, Tensor rows) -> Tensor");
 
   // x [T, H], rows [T, C] -> out [num_rows, H] with out[rows[t, c]] = x[t]

@@ -97,8 +97,10 @@ def sort_by_expert(rules: Rules, c: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 @fake
 def gather_sum(rules: Rules, c: Any) -> Tensor:
-    """y [R, H], rows and weight [T, C] -> [T, H]."""
+    """y [R, H], rows and weight [T, C], offs [E] -> [T, H]."""
     _check_gathered(rules, c)
+    if c.offs is not None:
+        rules.offs("y")
     if c.weight is not None:
         rules.tensor("weight", 2, torch.float32, "y")
         rules.same("T", "weight", c.weight.size(0), "rows", c.rows.size(0))

@@ -119,7 +119,7 @@ block_scaled_linear_grad(Tensor dy, Tensor offs, Tensor? x_t, Tensor? scale_x_t,
     ScalarType? out_dtype=None) -> (Tensor dx, Tensor dw, Tensor db)
 dequantize_mxfp4(Tensor q, Tensor scale, ScalarType out_dtype) -> Tensor
 gather_dot(Tensor a, Tensor y, Tensor rows) -> Tensor
-gather_sum(Tensor y, Tensor rows, Tensor? weight=None) -> Tensor
+gather_sum(Tensor y, Tensor rows, Tensor? weight=None, Tensor? offs=None) -> Tensor
 group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType out_dtype) -> Tensor
 group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, ScalarType
     out_dtype) -> Tensor

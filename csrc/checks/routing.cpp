@@ -95,9 +95,11 @@ void check_sort_by_expert(const Tensor& experts, int64_t num_experts) {
   check_count(op, "experts", "choices", experts.size(0) * experts.size(1));
 }
 
-void check_gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight) {
+void check_gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight,
+                      const std::optional<Tensor>& offs) {
   const char* op = "gather_sum";
   check_gathered(op, y, rows);
+  if (offs) check_offs(op, *offs, "y", y);
   if (!weight) return;
   check_dim(op, "weight", *weight, 2);
   check_dtype(op, "weight", *weight, ScalarType::Float);

@@ -38,25 +38,30 @@ class Gathered {
       : y_(with_dense_rows(y)), dtype_(y.scalar_type()) {
     const int64_t limit = y.size(0);
     rows_.reserve(rows.numel());
-    for (const int64_t row : row_numbers(rows)) {
+    numbers_ = row_numbers(rows);
+    for (const int64_t row : numbers_) {
       check(row >= 0 && row < limit, op, ": rows must index the ", limit, " rows of y, got ", row);
       rows_.push_back(row_of(y_, row));
     }
   }
+  int64_t number(int64_t i) const { return numbers_[i]; }
   void load(int64_t i, float* values) const { load_row(rows_[i], dtype_, y_.size(1), values); }
 
  private:
   Tensor y_;
   ScalarType dtype_;
+  std::vector<int64_t> numbers_;
   std::vector<const char*> rows_;
 };
 
 }  // namespace
 
-Tensor gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight_in) {
+Tensor gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight_in,
+                  const std::optional<Tensor>& offs) {
   const char* op = "gather_sum";
-  check_gather_sum(y, rows, weight_in);
+  check_gather_sum(y, rows, weight_in, offs);
   const Gathered gathered(op, y, rows);
+  const int64_t rows_end = offs ? as_dense(*offs).const_data_ptr<int32_t>()[offs->size(0) - 1] : 0;
   const int64_t T = rows.size(0), C = rows.size(1), H = y.size(1);
   const std::optional<Tensor> weight = as_dense(weight_in);
   const float* weights = weight ? weight->const_data_ptr<float>() : nullptr;
@@ -66,6 +71,7 @@ Tensor gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tenso
     for (int64_t t = begin; t < end; ++t) {
       std::fill(sum.begin(), sum.end(), 0.0f);
       for (int64_t i = t * C; i < (t + 1) * C; ++i) {
+        if (offs && gathered.number(i) >= rows_end) continue;
         gathered.load(i, row.data());
         add_row(row.data(), weights ? weights[i] : 1.0f, H, sum.data());
       }

@@ -88,7 +88,7 @@ class Projection(NamedTuple):
 
     def input(self, source: Source, offs_E: Tensor, layouts: Layouts) -> Operands:
         """x for fprop, and for wgrad; GEMMs may gather its rows."""
-        return quantize(source, self.recipe.input, offs_E, layouts, self.out_features)
+        return quantize(source, self.recipe.input, offs_E, layouts, self.out_features, True)
 
     def gradient(self, source: Source, offs_E: Tensor, layouts: Layouts) -> Operands:
         """dy for dgrad, and for wgrad; GEMMs may gather its rows."""

@@ -18,9 +18,14 @@ from grouped_linear.ops.gradients import refuse_transforms
 from grouped_linear.recipes.quantize import Gathered
 
 
-def sum_of_rows(y_RH: Tensor, row_TC: Tensor, weight_TC: Tensor | None = None) -> Tensor:
-    """Sum each token's rows, weighted or not, in float32 and rounded once to y's dtype."""
-    return ops.gather_sum(y_RH, row_TC, None if weight_TC is None else weight_TC.float())
+def sum_of_rows(
+    y_RH: Tensor, row_TC: Tensor, weight_TC: Tensor | None = None, offs_E: Tensor | None = None
+) -> Tensor:
+    """Sum each token's rows, weighted or not, in float32 and rounded once to y's dtype.
+
+    With ``offs_E`` rows past the last group add nothing, whatever their weights hold.
+    """
+    return ops.gather_sum(y_RH, row_TC, None if weight_TC is None else weight_TC.float(), offs_E)
 
 
 def truncate_routing(routing: ops.SortedByExpert, max_rows: int) -> "ChosenRows":
@@ -74,7 +79,8 @@ class ChosenRows(NamedTuple):
 
     def combine(self, y_RH: Tensor, weight_TC: Tensor | None) -> Tensor:
         """Sum each token's rows, weighted or not."""
-        return sum_of_rows(y_RH, self.row, weight_TC)
+        offs_E = None if weight_TC is None else self.offs
+        return sum_of_rows(y_RH, self.row, weight_TC, offs_E)
 
     def weights(self, weight_TC: Tensor | None, d_out_TH: Tensor) -> Tensor:
         """[R] float32: the routing weight of each row."""
@@ -123,7 +129,7 @@ class SortedRows(NamedTuple):
         """The rows, weighted or not."""
         if weight_R is None:
             return y_RH
-        return sum_of_rows(y_RH, _numbers(y_RH), weight_R[:, None])
+        return sum_of_rows(y_RH, _numbers(y_RH), weight_R[:, None], self.offs)
 
     def weights(self, weight_R: Tensor | None, d_out_RH: Tensor) -> Tensor:
         """[R] float32: the routing weight of each row."""

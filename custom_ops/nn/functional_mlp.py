@@ -266,9 +266,11 @@ def apply_mlp(
             x_TH, weights_TC, index_TC, max_rows, _ = dispatched
     routing = ops.sort_by_expert(index_TC, len(gate_up.weights[0]))
     rows = ChosenRows(*routing) if max_rows is None else truncate_routing(routing, max_rows)
-    # Zero the weights of unrouted choices, so that NaN * 0 cannot leak.
+    # Zero the weights of unrouted choices, so that NaN * 0 cannot leak in the backward. The sum of
+    # the forward leaves these choices out.
     if arriving is None:
-        weights_TC = weights_TC.masked_fill(rows.without_row, 0)
+        if torch.is_grad_enabled():
+            weights_TC = weights_TC.masked_fill(rows.without_row, 0)
     else:
         weight_SC = arriving.weight_SC.masked_fill(rows.without_row, 0)
         arriving = arriving._replace(weight_SC=weight_SC)
@@ -300,7 +302,7 @@ def apply_mlp_sorted(
     x_RH = autocast(x, dtype)
     projections = _ready(op, x_RH, gate_up, down, dtype)
     offs_E = ops.splits_to_offsets(splits_on(op, m_splits, x.device), x.size(0))
-    if row_weights is not None:  # zero those of rows past the last group: no NaN * 0 leaks
+    if row_weights is not None and torch.is_grad_enabled():  # as in apply_mlp
         row_R = torch.arange(x.size(0), dtype=torch.int32, device=x.device)
         row_weights = row_weights.masked_fill(row_R >= offs_E[-1], 0)
     return _apply(x_RH, row_weights, SortedRows(offs_E), projections, config)

@@ -191,7 +191,9 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> SortedByExpert:
     return SortedByExpert(*OPS.sort_by_expert(experts, num_experts))
 
 
-def gather_sum(y: Tensor, rows: Tensor, weight: Tensor | None = None) -> Tensor:
+def gather_sum(
+    y: Tensor, rows: Tensor, weight: Tensor | None = None, offs: Tensor | None = None
+) -> Tensor:
     """Sum gathered rows, weighted or not: experts' outputs back to their tokens.
 
     ``out[t] = sum over c of weight[t, c] * y[rows[t, c]]``, from the first c to the last, in
@@ -202,6 +204,8 @@ def gather_sum(y: Tensor, rows: Tensor, weight: Tensor | None = None) -> Tensor:
         y: [R, H] bfloat16, float16 or float32, H a multiple of 16.
         rows: [T, C] int32 or int64. On CPU an index outside y raises; on a GPU it is clamped.
         weight: [T, C] float32; None for ones.
+        offs: [E] int32, group ends of y. Rows from ``offs[-1]`` on add nothing, whatever they and
+            their weights hold. None if all rows add.
 
     Returns:
         [T, H] of y's dtype.
@@ -210,7 +214,7 @@ def gather_sum(y: Tensor, rows: Tensor, weight: Tensor | None = None) -> Tensor:
     >>> gather_sum(y, torch.tensor([[0, 1], [2, 2]]), torch.tensor([[1.0, 2.0], [1.0, 0.0]]))[:, 0]
     tensor([ 21., 100.])
     """
-    return OPS.gather_sum(y, rows, weight)
+    return OPS.gather_sum(y, rows, weight, offs)
 
 
 def gather_dot(a: Tensor, y: Tensor, rows: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from grouped_linear import ops
 from grouped_linear.ops.activation import SwiGLU
@@ -32,6 +33,8 @@ from grouped_linear.recipes.recipe import Recipe
 
 #: fprop and dgrad of 16-bit tokens. With more columns BF16 takes a copy and swapped operands.
 GATHERING_16_BITS = 512
+#: Rows a group, on average, up to which fprop in 16 bits has a kernel that gathers them, on Hopper.
+FEW_ROWS = 16
 #: fprop and dgrad of tokens that are quantized once each, in place of once a row.
 GATHERING_FP8 = 1024
 #: The same beside a columnwise pass over the rows, which quantizes them rowwise as well.
@@ -97,7 +100,12 @@ SwigluGradOperands = tuple[Operands, Operands, Tensor]
 
 
 def quantize(
-    source: Source, format: Format, offs_E: Tensor, layouts: Layouts, columns: int | None = None
+    source: Source,
+    format: Format,
+    offs_E: Tensor,
+    layouts: Layouts,
+    columns: int | None = None,
+    gathers_few: bool = False,
 ) -> Operands:
     """Make rows of x, or of a gradient, ready for the GEMMs that read them.
 
@@ -109,10 +117,15 @@ def quantize(
         columns: given where GEMMs can gather rows, so that tokens may be quantized once each: of
             the output of the GEMM that reads the rowwise operand; without one, of the other
             operand of wgrad.
+        gathers_few: whether that GEMM gathers few rows, however many columns it has.
     """
     made = None
     if columns is not None and isinstance(source, Gathered):
-        made = _of_tokens(source, format, offs_E, layouts, columns)
+        # No guard: a graph of a symbolic number of rows copies them.
+        few = gathers_few and statically_known_true(
+            source.routing.token.numel() <= FEW_ROWS * offs_E.numel()
+        )
+        made = _of_tokens(source, format, offs_E, layouts, columns, few)
     if made is None:
         made = _quantize(source, format, offs_E, layouts)
     if format.observer is not None:
@@ -193,7 +206,7 @@ def _in_scaled_format(t: Tensor, format: Format, offs_E: Tensor, layouts: Layout
 
 
 def _of_tokens(
-    source: Gathered, format: Format, offs_E: Tensor, layouts: Layouts, columns: int
+    source: Gathered, format: Format, offs_E: Tensor, layouts: Layouts, columns: int, few: bool
 ) -> Operands | None:
     """Operands whose rows GEMMs gather; None where rows are gathered before."""
     rows_R = source.routing.token
@@ -206,7 +219,7 @@ def _of_tokens(
         elif not format.changes_nothing:
             return None
         return Operands(None, columnwise=t, columnwise_rows=rows_R)
-    tokens = quantize_tokens(source.tokens_TH, format, columns, layouts.columnwise)
+    tokens = quantize_tokens(source.tokens_TH, format, columns, layouts.columnwise, few)
     if tokens is None:
         return None
     if tokens.columnwise is not None or not layouts.columnwise:
@@ -225,19 +238,21 @@ def recipe_of_wgrad(recipe: Recipe, dtype: torch.dtype, in_features: int) -> Rec
 
 
 def quantize_tokens(
-    tokens_TH: Tensor, format: Format, columns: int, columnwise: bool
+    tokens_TH: Tensor, format: Format, columns: int, columnwise: bool, few: bool
 ) -> Operands | None:
     """Tokens for GEMMs that gather their rows, with the bits of rows that were gathered before.
 
     None where rows are gathered before: because their numbers depend on the groups that they go to,
     or because that is faster. ``columns`` are of the output of the GEMM that reads the rowwise
-    operand. With ``columnwise`` in what is returned, wgrad gathers them, too.
+    operand. With ``columnwise`` in what is returned, wgrad gathers them, too. ``few``: the GEMM
+    gathers so few rows in 16 bits, however many columns it has.
     """
     in_16_bits = format.wgrad_dtype is not None
     if format.quantize is not None or format.dtype in (torch.bfloat16, torch.float16):
         return None
     if format.scaling is None and not in_16_bits:
-        if columns > (GATHERING_WGRAD if columnwise else GATHERING_16_BITS):
+        most = GATHERING_WGRAD if columnwise else GATHERING_16_BITS
+        if columns > most and (columnwise or not few):
             return None
         return Operands(tokens_TH, None, tokens_TH if columnwise else None)
     if format.scaling != "block":

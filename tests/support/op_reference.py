@@ -232,12 +232,17 @@ def gather(x_SK: Tensor, rows_T: Tensor | None, offs_E: Tensor) -> Tensor:
 # --- SwiGLU --------------------------------------------------------------------------------------
 
 
-def gather_sum(y_RH: Tensor, rows_TC: Tensor, weight_TC: Tensor | None) -> Tensor:
+def gather_sum(
+    y_RH: Tensor, rows_TC: Tensor, weight_TC: Tensor | None, offs_E: Tensor | None = None
+) -> Tensor:
     """The sum of each token's rows, one after the other, every operation rounded to float32."""
     sum_TH = torch.zeros(len(rows_TC), y_RH.size(1))
     for c in range(rows_TC.size(1)):
         row_TH = y_RH[rows_TC[:, c]].float()
-        sum_TH = sum_TH + (row_TH if weight_TC is None else weight_TC[:, c, None] * row_TH)
+        term_TH = row_TH if weight_TC is None else weight_TC[:, c, None] * row_TH
+        if offs_E is not None:
+            term_TH = torch.where(rows_TC[:, c, None] < offs_E[-1], term_TH, 0)
+        sum_TH = sum_TH + term_TH
     return sum_TH.to(y_RH.dtype)
 
 

@@ -41,14 +41,19 @@ class Launch {
   int compute_capability() const { return 10 * device_.major + device_.minor; }
 
   // Allows thread blocks of a kernel so many bytes of dynamic shared memory, on one device always
-  // the same number.
-  template <auto kernel>
+  // the same number. several: of which a multiprocessor is to hold more than one.
+  template <auto kernel, bool several = false>
   void allow_shared_bytes(int bytes) const {
     static std::atomic<uint64_t> allowed{0};  // a bit for each of the first 64 devices
     const uint64_t bit = index_ < 64 ? uint64_t{1} << index_ : 0;
     if ((allowed & bit) != 0) return;
     check_cuda(op_, "cannot allow a kernel its shared memory",
                cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    // For several blocks of it, all that can be shared memory is.
+    if (several)
+      check_cuda(op_, "cannot prefer shared memory",
+                 cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                      cudaSharedmemCarveoutMaxShared));
     allowed |= bit;
   }
 

@@ -49,6 +49,18 @@ bool adds_low_rank(const Launch& launch, const LowRank& low) {
   return runs_on_sm90(launch) && low.a->scalar_type() != ScalarType::Float;
 }
 
+// Every 256 columns of an output read gathered rows again, by copies of 16 bytes that take some of a
+// GEMM's time, and only rows in order have kernels of 192 columns and of swapped operands (H100 and
+// H200, docs/notes/gemm_sm90.md, "Rows gathered inside the GEMM"). Kernels for few rows gather.
+bool copies_rows(const Launch& launch, const GroupedGemm& gemm) {
+  constexpr int most_cols = 512;
+  if (!gemm.a_rows || gemm.scale_a || gemm.shape.cols <= most_cols) return false;
+#ifdef GROUPED_LINEAR_SM90
+  if (runs_on_sm90(launch) && sm90::takes_few_rows(gemm)) return false;
+#endif
+  return true;
+}
+
 void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm) {
   // Tensor cores would round float32 to tf32 and break its promise.
   if (gemm.a.scalar_type() == ScalarType::Float) return simt::run_grouped_gemm(launch, gemm);
@@ -79,6 +91,8 @@ bool has_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const Swiglu
   return runs_on_sm90(launch) && sm90::has_swiglu_grad(gemm, form);
 }
 void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu) {
+  if (!swiglu.form.interleaved && sm90::takes_few_rows(gemm))
+    return sm90::run_few_rows_swiglu(launch, gemm, swiglu);
   sm90::run_swiglu(launch, gemm, swiglu);
 }
 void run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad) {

@@ -83,6 +83,10 @@ inline GroupedGemm k_grouped(const Launch& launch, const Tensor& a, const Tensor
 // The same GEMM of rows that are copied now, by passes of their own: for kernels that do not gather.
 GroupedGemm gather_before(const Launch& launch, GroupedGemm gemm);
 
+// Whether an M-grouped GEMM in 16 bits or more takes less time if its rows are copied before it, in
+// place of a kernel that gathers them.
+bool copies_rows(const Launch& launch, const GroupedGemm& gemm);
+
 // Computes it on the launch's stream, by the operands' type and the device's compute capability.
 void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm);
 

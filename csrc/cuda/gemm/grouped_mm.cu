@@ -44,7 +44,7 @@ Tensor grouped_mm_nt(const Tensor& a, const Tensor& b, const Tensor& offs,
   GroupedGemm gemm = m_grouped(launch, a, b, offs, N, a_rows);
   gemm.epilogue = epilogue_arguments(y, bias, false, std::nullopt);
   gemm.low = low;
-  run_grouped_gemm(launch, gemm);
+  run_grouped_gemm(launch, copies_rows(launch, gemm) ? gather_before(launch, gemm) : gemm);
   return y;
 }
 
@@ -56,7 +56,11 @@ std::optional<std::tuple<Tensor, Tensor>> fused_mm_swiglu(
   if (T == 0 || a.size(0) == 0) return {};
   const Launch launch("grouped_mm_swiglu", a);
   GroupedGemm gemm = m_grouped(launch, a, b, offs, N, a_rows);
-  if (!has_swiglu(launch, gemm, form)) return {};
+  const bool copies = copies_rows(launch, gemm);
+  GroupedGemm in_order = gemm;
+  if (copies) in_order.a_rows.reset();
+  if (!has_swiglu(launch, in_order, form)) return {};
+  if (copies) gemm = gather_before(launch, gemm);
   const Tensor gate_up = new_tensor(a, keep_gate_up ? Shape{T, N} : Shape{0}, dtype);
   const Tensor h = new_tensor(a, {T, N / 2}, dtype);
   const std::optional<Tensor> bias = with_dense_rows(bias_in);

@@ -65,10 +65,23 @@ Rows<Element> rows_of(const Tensor& x) {
 using FusedElement = __nv_bfloat16;
 inline bool has_fused_sources(ScalarType dtype) { return dtype == ScalarType::BFloat16; }
 
+template <typename Source>
+constexpr bool kSingleRows = requires { Source::kSingleRows; };
+
 // One pass over a source, and the sum of the partial bias gradients.
 template <typename Element, typename Source>
 void quantize_tiles(const Launch& launch, const Source& source, const Tensor& offs, ScaleRule rule,
                     const BlockResults& results) {
+  if constexpr (kSingleRows<Source>) {
+    const bool rowwise_alone = results.q_t.numel() == 0 && results.bias_grad.numel() == 0;
+    const int64_t blocks = ceil_div(results.K, kBlock);
+    if (rowwise_alone && ceil_div(results.T, kBlock) * blocks < launch.multiprocessors())
+      return launch.run(
+          quantize_single_rows_kernel<Element, Source>,
+          static_cast<unsigned>(ceil_div(results.T * blocks * kFragmentsPerSide, kTileThreads)),
+          kTileThreads, 0, source, static_cast<int>(results.T), static_cast<int>(results.K), rule,
+          results.outputs());
+  }
   const PartialBiasGrad sums(results.bias_grad, padded_rows(results.T, results.E) / kBlock);
   BlockOutputs out = results.outputs();
   out.partial_bias_grad = sums.partial();

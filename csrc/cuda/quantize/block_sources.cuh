@@ -8,6 +8,8 @@
 // columnwise. A source with a Buffer prefetches into shared memory where its rows are aligned: a
 // thread block starts the copies of its next tile as soon as it holds this one in registers.
 //
+// Sources with kSingleRows also load eight columns of one row: load_row.
+//
 // Waves are how many times over a grid fills the GPU. A thread block steps through every
 // gridDim.x-th tile, and neighbouring blocks have neighbouring columns of the same rows (gathered
 // rows: see below). Blocks that start one after another stay in that order, and so near each other
@@ -57,6 +59,7 @@ struct Rows {
   static constexpr Waves kWaves{32, 8};
   static constexpr bool kCanShareScales = true;  // see BlockOutputs
   static constexpr bool kDownColumns = false;    // see above
+  static constexpr bool kSingleRows = true;
   struct Buffer {};
   const Element* x;
   int64_t stride;
@@ -66,6 +69,9 @@ struct Rows {
   __device__ __forceinline__ void load(Fragment<Element> (&fragment)[1], Buffer&,
                                        const TileBounds& at) const {
     fragment[0].load(x + at.row_begin * stride + at.col, stride, at.rows, at.cols, vectorised);
+  }
+  __device__ __forceinline__ void load_row(int row, int col, FragmentRow<Element>& to) const {
+    Fragment<Element>::load_row(x + row * stride + col, vectorised, to);
   }
 };
 
@@ -77,7 +83,7 @@ struct GatheredRows {
   static constexpr int kOccupancy = 3, kParts = 1;
   static constexpr Waves kWaves{4, 1};
   static constexpr bool kCanShareScales = true;
-  static constexpr bool kDownColumns = true;
+  static constexpr bool kDownColumns = true, kSingleRows = true;
   using Buffer = PrefetchBuffer<Element>;
   const Element* x;
   int64_t stride;
@@ -114,6 +120,10 @@ struct GatheredRows {
       const auto row = [&](int i) { return x + source_row(at, i) * stride + at.col; };
       fragment[0].load_rows(row, at.rows, at.cols, false);
     }
+  }
+  __device__ __forceinline__ void load_row(int row, int col, FragmentRow<Element>& to) const {
+    const int64_t s = min(max(int64_t{indices[row]}, int64_t{0}), S - 1);
+    Fragment<Element>::load_row(x + s * stride + col, vectorised, to);
   }
 };
 

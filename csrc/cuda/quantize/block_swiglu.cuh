@@ -19,7 +19,7 @@ struct SwigluRows {
   static constexpr int kOccupancy = 3, kParts = 1;
   static constexpr Waves kWaves{1, 1};
   static constexpr bool kCanShareScales = true;
-  static constexpr bool kDownColumns = false;
+  static constexpr bool kDownColumns = false, kSingleRows = true;
   static constexpr int kRows = 2;  // of a fragment in a step: so few registers that 3 blocks fit
   struct Buffer {
     PrefetchBuffer<Element, 2 * kRows> gate, up;
@@ -49,6 +49,15 @@ struct SwigluRows {
       Element* to = advance_row(next, K);
       if (i < valid_rows) Fragment<Element>::store_row(fragment[0].words[i], to);
     }
+  }
+  __device__ __forceinline__ void load_row(int row, int col, FragmentRow<Element>& to) const {
+    const Element* from = gate_up + row * stride + gate_column(form, col);
+    FragmentRow<Element> up;
+    Fragment<Element>::load_row(from, vectorised, to);
+    Fragment<Element>::load_row(from + up_offset(form, K), vectorised, up);
+    const float w = weighted ? weight[row] : 0.0f;
+    swiglu_row<Element>(form, to, up, [w](float x) { return weighted ? __fmul_rn(w, x) : x; });
+    if (h) Fragment<Element>::store_row(to, h + static_cast<int64_t>(row) * K + col);
   }
 
  private:

@@ -29,9 +29,9 @@ unsigned blocks_for(const Launch& launch, int64_t threads) {
 
 }  // namespace
 
-Tensor gather_sum(const Tensor& y_in, const Tensor& rows_in,
-                  const std::optional<Tensor>& weight_in) {
-  check_gather_sum(y_in, rows_in, weight_in);
+Tensor gather_sum(const Tensor& y_in, const Tensor& rows_in, const std::optional<Tensor>& weight_in,
+                  const std::optional<Tensor>& offs_in) {
+  check_gather_sum(y_in, rows_in, weight_in, offs_in);
 
   const Launch launch("gather_sum", y_in);
   const int64_t T = rows_in.size(0), C = rows_in.size(1), H = y_in.size(1);
@@ -43,11 +43,12 @@ Tensor gather_sum(const Tensor& y_in, const Tensor& rows_in,
   }
 
   const Tensor y = with_aligned_rows(y_in), rows = int32_numbers(launch, rows_in, y);
-  const std::optional<Tensor> weight = as_dense(weight_in);
+  const std::optional<Tensor> weight = as_dense(weight_in), offs = as_dense(offs_in);
+  const int32_t* end = offs ? data<int32_t>(*offs) + (offs->size(0) - 1) : nullptr;
   with_row_gather(y, rows, [&]<typename Element>(const RowGather<Element>& gathered) {
     launch.run(gather_sum_kernel<Element>, blocks_for(launch, T * H / gathered.kVectorElements),
-               kGatherThreads, 0, gathered, data_or_null<float>(weight), T, static_cast<int>(C),
-               static_cast<int>(H), mutable_data<uint4>(out));
+               kGatherThreads, 0, gathered, data_or_null<float>(weight), end, T,
+               static_cast<int>(C), static_cast<int>(H), mutable_data<uint4>(out));
   });
   return out;
 }

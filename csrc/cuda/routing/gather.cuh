@@ -41,12 +41,12 @@ __device__ __forceinline__ void to_floats(uint4 vector, float (&values)[16 / siz
       values[w * per_word + i] = Format<Element>::to_float(Word<Element>::bits(words[w], i));
 }
 
-// out[t] = the sum over c of weight[t, c] * y[rows[t, c]], from the first c to the last. A thread
-// computes 16 bytes of a row of out.
+// out[t] = the sum over c of weight[t, c] * y[rows[t, c]], from the first c to the last. Rows from
+// *end on add nothing, if it is given. A thread computes 16 bytes of a row of out.
 template <typename Element>
 __global__ void __launch_bounds__(kGatherThreads)
-    gather_sum_kernel(RowGather<Element> gathered, const float* weight, int64_t T, int C, int H,
-                      uint4* out) {
+    gather_sum_kernel(RowGather<Element> gathered, const float* weight, const int32_t* end,
+                      int64_t T, int C, int H, uint4* out) {
   grid_dependency_wait();
   constexpr int kElements = RowGather<Element>::kVectorElements, kRowsInFlight = 8;
   constexpr int per_word = Word<Element>::kElements;
@@ -55,20 +55,24 @@ __global__ void __launch_bounds__(kGatherThreads)
   const int64_t t = number / per_row;
   const int at = static_cast<int>(number % per_row);
   if (t >= T) return;
+  const int rows_end = end ? *end : INT32_MAX;
   float sum[kElements] = {};
   for (int first = 0; first < C; first += kRowsInFlight) {
     uint4 rows[kRowsInFlight];
     float weights[kRowsInFlight];
+    bool adds[kRowsInFlight];
 #pragma unroll
-    for (int i = 0; i < kRowsInFlight; ++i)
-      if (first + i < C) {
-        const int64_t choice = t * C + first + i;
+    for (int i = 0; i < kRowsInFlight; ++i) {
+      const int64_t choice = t * C + first + i;
+      adds[i] = first + i < C && gathered.rows[choice] < rows_end;
+      if (adds[i]) {
         rows[i] = gathered.row(choice)[at];
         weights[i] = weight ? weight[choice] : 1.0f;
       }
+    }
 #pragma unroll
     for (int i = 0; i < kRowsInFlight; ++i)
-      if (first + i < C) {
+      if (adds[i]) {
         float values[kElements];
         to_floats<Element>(rows[i], values);
 #pragma unroll

@@ -82,6 +82,20 @@ __device__ __forceinline__ void interleave(FragmentRow<Element>& gate, FragmentR
   }
 }
 
+// A form of SwiGLU with the hardware's approximations of 2^x and 1 / x: 4 instructions for a sigmoid
+// in place of 15. Its relative error is below 2^-17 for |x| <= 83, a thousandth of a rounding to
+// bfloat16.
+template <typename Form>
+struct Approximate : Form {
+  __device__ explicit Approximate(const Form& form) : Form(form) {}
+  static __device__ __forceinline__ float sigmoid(float x) {
+    float power, inverse;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(x, -0x1.715476p0f)));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(power, 1.0f)));
+    return inverse;
+  }
+};
+
 // Replaces `gate` with finish(h). Where form.interleaved, `gate` and `up` hold 16 neighbours.
 template <typename Element, typename Form, typename Finish>
 __device__ __forceinline__ void swiglu_row(const Form& form, FragmentRow<Element>& gate,

@@ -9,6 +9,12 @@ namespace grouped_linear::cuda::sm90 {
 void run_16bit(const Launch& launch, const GroupedGemm& gemm);  // gemm_16bit.cu
 void run_fp8(const Launch& launch, const GroupedGemm& gemm);    // gemm_fp8.cu
 
+// M-grouped ones whose groups have few rows, where they have a kernel of their own: of a b that is
+// dense along K. With SwiGLU where has_swiglu says so, not interleaved. gemm_few_rows.cu
+bool takes_few_rows(const GroupedGemm& gemm);
+void run_few_rows(const Launch& launch, const GroupedGemm& gemm);
+void run_few_rows_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu);
+
 // M-grouped GEMMs with a second product. gemm_low_rank.cu
 void run_low_rank(const Launch& launch, const GroupedGemm& gemm);
 
@@ -31,6 +37,7 @@ inline void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm) {
   if (gemm.low.a) return run_low_rank(launch, gather_before(launch, gemm));
   if ((gemm.a_rows || gemm.b_rows) && gemm.a.scalar_type() == ScalarType::Half)
     return sm90::run_grouped_gemm(launch, gather_before(launch, gemm));
+  if (takes_few_rows(gemm)) return run_few_rows(launch, gemm);
   return gemm.scale_a ? run_fp8(launch, gemm) : run_16bit(launch, gemm);
 }
 

@@ -96,10 +96,9 @@ void launch_mxfp4(const Launch& launch, const GroupedGemm& gemm) {
 }  // namespace
 
 void run_mxfp4(const Launch& launch, const GroupedGemm& in, Major major) {
-  const GroupedGemm gemm = gather_before(launch, in);
   // Where groups have few rows, the weight's bytes bound a GEMM. Training, where dgrad is, has more.
-  if (major == Major::kK && gemm.shape.T <= 16 * gemm.shape.E)
-    return run_mxfp4_few_rows(launch, gemm);
+  if (major == Major::kK && in.shape.T <= 16 * in.shape.E) return run_mxfp4_few_rows(launch, in);
+  const GroupedGemm gemm = gather_before(launch, in);
   const auto run = [&]<bool low_rank>() {
     if (major == Major::kK)
       launch_mxfp4<Major::kK, low_rank>(launch, gemm);

@@ -9,9 +9,10 @@ void run_mxfp4_few_rows(const Launch& launch, const GroupedGemm& gemm) {
   const Tensor a = vector_readable(gemm.a, 1), codes = vector_readable(gemm.b, 2);
   const Tensor dense = as_dense(*gemm.scale_b);
   const Tensor scales = is_aligned(dense) ? dense : dense_copy(dense);
-  few_rows::Operands in{};
+  mxfp4_few_rows::Operands in{};
   in.a = static_cast<const uint16_t*>(a.const_data_ptr());
   in.a_stride = a.stride(0);
+  in.rows = row_numbers(gemm.a_rows, a);
   in.codes = codes.const_data_ptr<uint8_t>();
   in.group_stride = codes.stride(0), in.row_stride = codes.stride(1);
   in.scales = scales.const_data_ptr<uint8_t>();
@@ -26,10 +27,10 @@ void run_mxfp4_few_rows(const Launch& launch, const GroupedGemm& gemm) {
     in.b_low_r_stride = low_b.stride(2);
     in.r = static_cast<int>(low_a->size(1));
   }
-  constexpr auto kernel = few_rows::mxfp4_few_rows_kernel;
-  launch.allow_shared_bytes<kernel>(sizeof(few_rows::SharedStorage));
-  launch.run(kernel, static_cast<unsigned>(launch.multiprocessors()), few_rows::kThreads,
-             static_cast<int>(sizeof(few_rows::SharedStorage)), in,
+  constexpr auto kernel = mxfp4_few_rows::mxfp4_few_rows_kernel;
+  launch.allow_shared_bytes<kernel>(sizeof(mxfp4_few_rows::SharedStorage));
+  launch.run(kernel, static_cast<unsigned>(launch.multiprocessors()), mxfp4_few_rows::kThreads,
+             static_cast<int>(sizeof(mxfp4_few_rows::SharedStorage)), in,
              gemm.offs.const_data_ptr<int32_t>(), gemm.epilogue, gemm.shape);
 }
 

@@ -30,13 +30,14 @@
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/groups.cuh"
 #include "cuda/common/pdl.cuh"
+#include "cuda/common/row_numbers.cuh"
 #include "cuda/gemm/epilogue_math.cuh"
 #include "cuda/gemm/mxfp4_bf16.cuh"
 #include "cuda/gemm/sm80/ptx.cuh"
 #include "cuda/gemm/sm90/config.h"
 #include "cuda/gemm/sm90/ptx.cuh"
 
-namespace grouped_linear::cuda::sm90::few_rows {
+namespace grouped_linear::cuda::sm90::mxfp4_few_rows {
 
 constexpr int kMathWarps = 16, kThreads = 32 * (kMathWarps + 2);
 constexpr int kTileRows = 16, kTileCols = 16;
@@ -62,8 +63,9 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) <= kMaxSharedBytes);
 
 struct Operands {
-  const uint16_t* a;  // [T, K] bfloat16
+  const uint16_t* a;  // [T, K] bfloat16, or more rows or fewer, of which `rows` are gathered
   int64_t a_stride;
+  RowNumbers rows;
   const uint8_t* codes;  // [E, N, K / 2]
   int64_t group_stride, row_stride;
   const uint8_t* scales;  // [E, N, K / 32], dense
@@ -158,6 +160,12 @@ __device__ void load_rows(SharedStorage& shared, const Operands& in, const GemmS
 #pragma unroll 1
   for (; waves.more(); waves.advance()) {
     if (!waves.first) continue;
+    int64_t own[kTileRows / kPieceRows];  // where this lane's rows of both pieces are
+#pragma unroll
+    for (int i = 0; i < kTileRows / kPieceRows; ++i) {
+      const int row = waves.row + i * kPieceRows + lane % kPieceRows;
+      own[i] = row < waves.row_end() ? in.rows.row(row) * in.a_stride : 0;
+    }
 #pragma unroll 1
     for (int k = 0; k < shape.K; k += kStageK) {
       const uint32_t bytes = 2 * min(shape.K - k, kStageK);
@@ -170,8 +178,8 @@ __device__ void load_rows(SharedStorage& shared, const Operands& in, const GemmS
         if (lane == 0) mbarrier_arrive_expect_tx(loaded, rows * bytes);
         __syncwarp();
         if (lane < rows)
-          bulk_load(shared.rows[at.slot][lane], in.a + (row + lane) * in.a_stride + k, bytes,
-                    loaded);
+          bulk_load(shared.rows[at.slot][lane], in.a + (row == waves.row ? own[0] : own[1]) + k,
+                    bytes, loaded);
       }
     }
   }
@@ -549,4 +557,4 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-}  // namespace grouped_linear::cuda::sm90::few_rows
+}  // namespace grouped_linear::cuda::sm90::mxfp4_few_rows

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long does an expert layer take for few tokens, as in generation?
+
+    python -m benchmarks.bench_decode
+
+`GroupedMLP.forward` without gradients, as one CUDA graph with a cold L2 cache, for tokens that
+choose random experts. Beside it the time in which the bytes of the weights of the chosen experts
+are read once, at the speed of the fastest of some large copies in the same run, of which read and
+written bytes count.
+
+With --write the rows replace those of the same cases in benchmarks/results/.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import timing
+from grouped_linear import Float8BlockScaling, GroupedMLP, SwiGLU
+
+BF16 = torch.bfloat16
+TOKENS = (1, 4, 16, 64, 256)
+COPIED = tuple(n << 20 for n in (256, 384, 512, 768, 1024))  # bytes, read and written
+
+
+class Size(NamedTuple):
+    """A layer: experts, features of a token and inside an expert, experts a token, and options."""
+
+    E: int
+    H: int
+    F: int
+    top: int
+    options: dict[str, Any]
+
+
+SIZES = {
+    "qwen3_30b": Size(128, 2048, 768, 8, {}),
+    "gptoss_120b": Size(
+        128,
+        2880,
+        2880,
+        4,
+        {"bias": True, "activation": SwiGLU(alpha=1.702, beta=1.0, limit=7.0, interleaved=True)},
+    ),
+}
+#: The weights' form: a layer's options, and bytes of 128 x 128 numbers with their scales.
+FORMS: dict[str, tuple[dict[str, Any], int]] = {
+    "bf16": ({}, 2 * 128 * 128),
+    "fp8": ({"recipe": Float8BlockScaling(), "weights": "fp8"}, 128 * 128 + 4),
+    "mxfp4": ({"weights": "mxfp4"}, 128 * 128 // 2 + 128 * 4),
+}
+
+
+def layer_of(size: Size, form: str) -> GroupedMLP:
+    torch.manual_seed(0)
+    options = size.options | FORMS[form][0]
+    return GroupedMLP(size.E, size.H, size.F, dtype=BF16, device="cuda", **options)
+
+
+def tokens_of(size: Size, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, and the weights and numbers of each token's experts."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    x = torch.randn(tokens, size.H, generator=generator, dtype=BF16, device="cuda")
+    scores = torch.rand(tokens, size.E, generator=generator, device="cuda")
+    return x, *scores.softmax(dim=-1).topk(size.top)
+
+
+def call_of(layer: GroupedMLP, given: tuple[Tensor, ...]) -> Callable[[], Tensor]:
+    @torch.no_grad()
+    def call() -> Tensor:
+        y: Tensor = layer(*given)
+        return y
+
+    return call
+
+
+def bytes_of(size: Size, form: str, experts: Tensor) -> int:
+    chosen = experts.unique().numel()
+    return round(chosen * 3 * size.H * size.F * FORMS[form][1] / (128 * 128))
+
+
+COLUMNS = ("layer", "form", "tokens", "us", "low", "high", "bytes_us", "of_bytes", "commit")
+HOW = (
+    "GroupedMLP.forward without gradients, one CUDA graph, cold L2, random experts; medians and "
+    "quartiles, microseconds.\nbytes_us: the weights of the chosen experts at the speed of a copy "
+    "in the same run."
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--write", action="store_true", help="to benchmarks/results/")
+    options = parser.parse_args()
+    device = torch.device("cuda")
+    copies = {str(size): timing.copy_of(size, device) for size in COPIED}
+    times = timing.time_paired(copies, device)
+    speed = max(int(size) / t.microseconds.median for size, t in times.items())  # bytes a us
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {speed / 1e6:.2f} TB/s")
+    print("| layer | form | tokens | us | low | high | bytes, us | of bytes |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    rows = []
+    for name in options.layers:
+        size = SIZES[name]
+        for form in options.forms:
+            layer = layer_of(size, form)
+            calls, floors = {}, {}
+            for tokens in options.tokens:
+                given = tokens_of(size, tokens)
+                calls[str(tokens)] = partial(call_of(layer, given))
+                floors[str(tokens)] = bytes_of(size, form, given[2]) / speed
+            for n, measured in timing.time_paired(calls, device, options.rounds).items():
+                us, floor = measured.microseconds, floors[n]
+                cells = [f"{t:.1f}" for t in (us.median, us.low, us.high, floor)]
+                row = (name, form, n, *cells, f"{floor / us.median:.2f}")
+                print(f"| {' | '.join(row)} |", flush=True)
+                rows.append((*row, timing.git_commit()))
+            del layer, calls
+    if options.write:
+        timing.replace_rows("bench_decode", COLUMNS, rows, HOW)
+
+
+if __name__ == "__main__":
+    main()
