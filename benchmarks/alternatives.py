@@ -6,6 +6,7 @@ T rows, E groups, K in_features, N out_features.
 
 import importlib.util
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,3 +68,20 @@ def sonic_moe(experts: int, chosen: int, width: int, expert_width: int) -> nn.Mo
         experts, chosen, width, expert_width, swiglu, add_bias=False, std=0.02
     )
     return layer
+
+
+def unsloth_mxfp4(device: torch.device) -> Any:
+    """Unsloth's grouped GEMM of MXFP4 on a GPU, or None where unsloth_zoo is not installed.
+
+    Its file alone: the package asks for libraries and versions that the file does not need.
+    """
+    found = importlib.util.find_spec("unsloth_zoo") if device.type == "cuda" else None
+    if found is None or found.origin is None:
+        return None
+    path = Path(found.origin).with_name("mxfp4_gemm.py")
+    spec = importlib.util.spec_from_file_location("unsloth_mxfp4_gemm", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.mxfp4_grouped_mm

@@ -7,19 +7,21 @@ A frozen base of GPT-OSS is read by fprop and dgrad as it is published, four bit
 scale for each 32. The roofs are this library's `grouped_mm` of the weight in BF16, and
 `grouped_scaled_mm` of the weight in FP8. Where groups have few rows, as in generation, the weight's
 bytes bound the product: there the roof is a read of the packed bytes of the experts that have rows,
-half as many bytes copied. A second table has `quantize_mxfp4` and `dequantize_mxfp4`, beside a copy
+half as many bytes copied. Where unsloth_zoo is installed its GEMM, in Triton, takes turns, too. A
+second table has `quantize_mxfp4` and `dequantize_mxfp4`, beside a copy
 that moves as many bytes.
 
 T rows, E groups, K in_features, N out_features.
 """
 
 import argparse
+from importlib import metadata
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks import timing
+from benchmarks import alternatives, timing
 from grouped_linear import ops
 
 BF16 = torch.bfloat16
@@ -91,7 +93,12 @@ def measure(
             ),
         }
     del w_ENK
-    check(f"{name} {operands} {gemm}", *(call() for call in reversed(calls.values())))
+    if operands == "bf16" and (unsloth := alternatives.unsloth_mxfp4(device)) is not None:
+        blocks, counts_E = w.q.unflatten(-1, (-1, 16)), offs_E.diff(prepend=offs_E.new_zeros(1))
+        calls["unsloth mxfp4"] = lambda: unsloth(a, blocks, w.scale, counts_E, is_fprop)
+    expected, *given = (call() for call in calls.values())
+    for y in given:
+        check(f"{name} {operands} {gemm}", y, expected)
     case: dict[str, str | int] = {"weight": name, "a": operands, "gemm": gemm, "T": T}
     report.add(case, timing.time_paired(calls, device, report.rounds), 2 * T * N * K)
 
@@ -143,6 +150,9 @@ def reports(device: torch.device, rounds: int) -> tuple[timing.Report, timing.Re
         rounds,
     )
     report.note("8192 tokens, 4 random experts each; few: 1, 8 and 64 tokens")
+    unsloth = alternatives.unsloth_mxfp4(device) is not None
+    version = metadata.version("unsloth_zoo") if unsloth else "left out: not installed"
+    report.note(f"unsloth_zoo: {version}")
     of_quantize = timing.Report(
         f"{module}_quantize",
         "How close do quantize_mxfp4 and dequantize_mxfp4 come to a plain copy?",

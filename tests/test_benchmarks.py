@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import (
+    alternatives,
     bench_host,
     bench_low_rank,
     bench_mxfp4,
@@ -25,6 +26,7 @@ from benchmarks import step_cases as cases
 from benchmarks.alternatives import TorchGroupedLinear
 from benchmarks.moe_model import ModelSize
 from benchmarks.shapes import Shape
+from grouped_linear import ops
 
 SIZE = ModelSize(layers=1, width=32, heads=2, context=8, experts=4, chosen=2, expert_width=16)
 LAYER = cases.LayerCase(Shape("tiny", E=3, m=8, N=48, K=32))
@@ -260,6 +262,21 @@ def test_mxfp4_beside_its_roofs(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["copy", "quantize_mxfp4", "dequantize_mxfp4"]
     assert [row.candidate for row in of_quantize.rows] == names
     assert of_quantize.rows[0].work == 4 * 64 * 96 * (2 + 17 / 32)
+
+
+def test_mxfp4_beside_unsloth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in of its interface: blocks of 32 numbers, and rows of each expert."""
+
+    def multiplied(x: Tensor, blocks: Tensor, scale: Tensor, counts: Tensor, t: bool) -> Tensor:
+        w_ENK = ops.dequantize_mxfp4(blocks.flatten(-2), scale)
+        return ops.grouped_mm(x, w_ENK.mT if t else w_ENK, counts.cumsum(0).int())
+
+    monkeypatch.setitem(bench_mxfp4.SIZES, "20b_gate_up", bench_mxfp4.Size(E=4, N=64, K=96))
+    report, _ = bench_mxfp4.reports(CPU, rounds=2)
+    monkeypatch.setattr(alternatives, "unsloth_mxfp4", lambda device: multiplied)
+    for gemm in ("fprop", "dgrad"):
+        bench_mxfp4.measure("20b_gate_up", "bf16", gemm, CPU, report)
+    assert [row.candidate for row in report.rows] == 2 * ["bf16", "mxfp4", "unsloth mxfp4"]
 
 
 def test_one_kernel_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
