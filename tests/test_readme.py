@@ -116,7 +116,9 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))], ids=str
+    "page",
+    [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))],
+    ids=lambda page: page.stem,
 )
 def test_files_that_pages_name_exist(page: Path) -> None:
     folders = "benchmarks|csrc|custom_ops|docs|examples|meta_kernels|python|tests|\\.ci"
