@@ -16,6 +16,8 @@ ruff := PATH="$(CURDIR)/.venv/bin:$$PATH" ruff
 # machine (FP8 demo step 54 ms on 2 cores either way); beside one busy process a step stays at 0.15 s
 # instead of 0.4 to 3 s.
 export GOMP_SPINCOUNT ?= 1000
+# Tests read documents, which are in UTF-8, whatever the locale is.
+export PYTHONUTF8 ?= 1
 
 .PHONY: help demo test nightly lint docs clients torchtitan sanitize sanitize-gpu release_tools wheel check-wheel clean
 
