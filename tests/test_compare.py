@@ -4,6 +4,7 @@
 T rows, E groups, K in_features, N out_features, F features of h.
 """
 
+import copy
 import math
 from typing import Any
 
@@ -21,10 +22,13 @@ from grouped_linear import (
     te,
 )
 from grouped_linear.contrib import compare, watch
+from grouped_linear.contrib.compare import _worst_block
 from support import reference
 from support.compare import assert_same_bits
+from support.experts import GroupedExperts
 from support.recipes import RECIPES
 from support.tensors import FP32
+from support.watched import layers, loss_of, mixtral
 
 E, K, N = 3, 128, 272
 SPLITS = [40, 0, 93]
@@ -207,3 +211,99 @@ def test_what_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match=r"roles=True needs a recipe without state, got Delayed"):
         compare(delayed, lambda: delayed(x, SPLITS).backward(dy), roles=True)
     assert not layer._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled"), [("block", True), ("mxfp8", False), ("delayed", False)]
+)
+def test_compare_experts_in_one_module(name: str, compiled: bool) -> None:
+    model, x = layers(GroupedExperts, RECIPES[name])
+    plain = copy.deepcopy(model)
+    plain(x).square().sum().backward()
+    roles = name == "block"
+    found = compare(
+        model, lambda: model(x).square().sum().backward(), roles=roles, compiled=compiled
+    )
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same_bits(p.grad, q.grad)
+    whole = {(d.layer, d.tensor): d.difference for d in found.differences if d[1] == "all"}
+    tensors = ("output", "x", "w1", "w2", "w3")
+    assert set(whole) == {(f"layers.{i}", t) for i in range(2) for t in tensors}
+    assert all(0.01 < d < 0.15 for d in whole.values())
+    if roles:
+        by_role = {d.quantized: d.difference for d in found.differences if d[2] == "output"}
+        assert by_role["grad_output"] == 0
+        assert 0.01 < by_role["weight"] < by_role["all"]
+    assert type(model.layers[0]) is type(plain.layers[0])
+
+
+def test_compare_hugging_face() -> None:
+    model = mixtral(recipes={"model.layers.1.*": None})
+    found = compare(model, lambda: loss_of(model).backward(), roles=True)
+    assert {d.layer for d in found.differences} == {"model.layers.0.mlp.experts"}
+    assert {d.tensor for d in found.differences} == {"output", "x", "gate_up_proj", "down_proj"}
+    whole = [d.difference for d in found.differences if d.quantized == "all"]
+    assert all(0.01 < d < 0.15 for d in whole)
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss_of(model).backward()
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        assert_same_bits(p.grad, grad)
+
+
+def mlp() -> GroupedMLP:
+    torch.manual_seed(0)
+    return GroupedMLP(8, 256, 512, recipe=Float8BlockScaling())
+
+
+def worst_of(layer: GroupedMLP, x: Tensor) -> Any:
+    torch.manual_seed(1)
+    routed = torch.randn(len(x), 8).softmax(dim=-1).topk(2)
+    step = lambda: layer(x, *routed).square().mean().backward()  # noqa: E731
+    return compare(layer, step).worst(n=1)[0]
+
+
+def test_the_worst_block_shows_what_a_large_number_hides() -> None:
+    """A number that is most of a tensor and exact hides those that it takes the scale of."""
+    torch.manual_seed(2)
+    x = torch.randn(512, 256, requires_grad=True)
+    healthy = worst_of(mlp(), x)
+    assert healthy.worst_block < 0.25
+    outlier = mlp()
+    outlier.down_proj.data[3, 5, 7] = 3000
+    found = worst_of(outlier, x)
+    assert found.worst_block > 0.5
+    assert found.difference < 0.08  # as that of healthy tensors
+    with torch.no_grad():
+        x[7, 9] = 1e4
+    assert worst_of(mlp(), x).worst_block > 0.5
+
+
+def test_a_worst_block_in_float64() -> None:
+    """Medians of 128 neighbours; of a block smaller than most, beside the median of all."""
+    t = torch.arange(1, 385).double().view(1, 384).repeat(3, 1)  # medians 64, 192, 320
+    off = torch.zeros_like(t)
+    off[0, :128] = 6.4  # beside the typical 192
+    off[1, 256:] = 32  # beside 320
+    off[2, 0] = 1e9  # one number of a block
+    assert _worst_block(off, t).item() == pytest.approx(32 / 320)
+    assert _worst_block(off[:1], t[:1]).item() == pytest.approx(6.4 / 192)
+    assert _worst_block(off * 0, t * 0).item() == 0
+    assert _worst_block(torch.ones(1, 16), torch.zeros(1, 16)).item() == math.inf
+
+
+@pytest.mark.parametrize("options", [{"cache_weights": True}, {"weights": "both"}], ids=str)
+def test_micro_batches(options: dict[str, Any]) -> None:
+    """Each is compared alone, whatever the cache holds."""
+    layer, (x, dy) = linear(Float8BlockScaling(), **options), arguments()
+    (plain,) = compare(layer, lambda: layer(x, SPLITS).backward(dy)).worst("output")
+    found = compare(layer, lambda: [layer(x, SPLITS, i).backward(dy) for i in (True, False)])
+    assert found.worst("output")[0].difference == pytest.approx(plain.difference)
+
+
+def test_a_gradient_of_zeros() -> None:
+    """That of A at the start of LoRA, where B is zero, is exact."""
+    layer, (x, dy) = linear(Float8BlockScaling(), lora=Lora(4)), arguments()
+    found = compare(layer, lambda: layer(x, SPLITS).backward(dy))
+    by_tensor = {d.tensor: d for d in found.differences}
+    assert by_tensor["weight_lora_a"].difference == by_tensor["weight_lora_a"].worst_block == 0

@@ -42,9 +42,7 @@ from grouped_linear import (
     Recipe,
     ops,
 )
-from grouped_linear import (
-    compare as compare_with_plain,
-)
+from grouped_linear.contrib import compare as compare_with_plain
 from grouped_linear.contrib import watch
 from grouped_linear.parallel import (
     AllGather,

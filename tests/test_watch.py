@@ -5,7 +5,6 @@ T rows, E groups, K in_features, N out_features, H features of a token, F featur
 """
 
 import copy
-import csv
 import io
 from fractions import Fraction
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import (
     Float8BlockScaling,
@@ -31,21 +31,22 @@ from grouped_linear import (
     convert,
     ops,
 )
-from grouped_linear.contrib import Statistics, watch
-from grouped_linear.contrib.watch_counts import COLUMNS, WatchedLayer
+from grouped_linear.contrib import Statistics, fake_quantize, watch
+from grouped_linear.contrib.watch_counts import COLUMNS, MAXIMA, WatchedLayer
 from grouped_linear.parallel import ExpertParallel
 from grouped_linear.recipes.recipe import ROLES
 from support import reference
-from support.compare import assert_all_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
-from support.experts import GroupedExperts
+from support.experts import FusedExperts, GroupedExperts
 from support.formats import composed
 from support.hugging_face import model_of, tokens
 from support.pairs import pairwise
 from support.processes import Checks, Passes, device
 from support.recipes import RECIPES
 from support.tensors import BF16, FP32
+from support.watched import COUNTS, layers, loss_of, mixtral
 
 E, K, N, F, C = 5, 128, 272, 144, 2
 SPLITS = (40, 0, 131, 3, 60)
@@ -303,6 +304,33 @@ def test_shared_scales(where: str) -> None:
         assert seen.read().operands[0].shared == shares
 
 
+def test_shared_scales_of_each_group() -> None:
+    """Blocks of 128 rows count from the first row of their group."""
+    x = torch.randn(T, K).to(BF16)
+    far = torch.cat([torch.arange(40, 171), torch.arange(174, 234)])  # groups 2 and 4
+    x[far] *= torch.logspace(0, -4, K).to(BF16)
+    layer = linear(Float8BlockScaling(), "cpu")
+    seen = watched(layer)
+    layer(x.requires_grad_(), list(SPLITS)).sum().backward()
+    read = seen.read()[0, ROLES.index("input")]
+    assert read[:, COLUMNS.index("blocks")].tolist() == [1, 0, 2, 1, 1]
+    assert read[:, COLUMNS.index("shared")].tolist() == [1, 0, 0, 1, 0]
+
+
+def test_calls_add_up() -> None:
+    """Sums are added, of maxima the larger is kept."""
+    layer, read = linear(Float8BlockScaling(), "cpu"), []
+    seen = watched(layer)
+    for scales in ((3.0,), (1.0,), (3.0, 1.0)):
+        for scale in scales:
+            layer((scale * rows(K)).requires_grad_(), list(SPLITS)).backward(rows(N))
+        read.append(seen.read())
+    first, second, both = read
+    maxima = torch.tensor([name in MAXIMA for name in COLUMNS])
+    torch.testing.assert_close(both, torch.where(maxima, first.maximum(second), first + second))
+    assert (first[0, 0, 0] != second[0, 0, 0]).any()
+
+
 def test_dropped_rows_and_loads() -> None:
     layer, (weights, chosen) = mlp(Float8BlockScaling(), "cpu"), routing("cpu")
     seen, max_rows = watch(layer), T * C - 100
@@ -517,34 +545,16 @@ def trained(layer: Any, x: Tensor, arguments: Any, lr: float, steps: int, **watc
         yield seen.step()
 
 
-def test_steps_between_readings(tmp_path: Path) -> None:
+def test_steps_between_readings() -> None:
     layer, x, arguments = case("linear", Float8BlockScaling(), "cpu")
     seen: list[Statistics] = []
     read = list(trained(layer, x, arguments, 0.1, 7, every=3, to=seen.append))
     assert [r is not None for r in read] == [True, False, False, True, False, False, True]
     assert [r.step for r in seen] == [0, 3, 6]
     assert all(r.loads[0].tokens == SPLITS for r in seen)  # of one step each
-
-    path = tmp_path / "fp8.csv"
-    list(trained(layer, x, arguments, 0.1, 4, every=2, to=path))
-    lines = list(csv.DictReader(path.open()))
-    assert {line["step"] for line in lines} == {"0", "2"}
-    assert len(lines) == 2 * 3 * (1 + E)
-    whole = next(line for line in lines if line["expert"] == "" and line["role"] == "input")
-    assert float(whole["tokens"]) == sum(SPLITS)
-    assert 1e-4 < float(whole["error"]) < 2e-3
-
-    class Writer:
-        def __init__(self) -> None:
-            self.scalars: dict[str, float] = {}
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            self.scalars[name] = value
-
-    writer = Writer()
-    list(trained(layer, x, arguments, 0.1, 1, to=writer))
-    assert writer.scalars["weight/input/tokens"] == sum(SPLITS)
-    assert writer.scalars["the model/router/idle"] == 1
+    whole = next(row for row in seen[-1].operands if row.role == "input")
+    assert whole.tokens == sum(SPLITS)
+    assert 1e-4 < whole.error < 2e-3
 
 
 def test_the_sample_moves_and_can_be_all() -> None:
@@ -583,6 +593,37 @@ def test_graphs_from_before_fit_again() -> None:
         watch(module).remove()
         with torch._dynamo.config.patch(error_on_recompile=True):
             compiled(rows_TK, splits)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_checkpointed_layer(compiled: bool) -> None:
+    """Its bits stay, and a forward that is computed again is counted again."""
+    layer, x, arguments = case("mlp", Float8BlockScaling(), "cpu")
+    plain = step(layer, x, *arguments)
+    seen = watched(layer)
+
+    def call(*given: Any) -> Any:
+        return checkpoint(layer, *given, use_reentrant=False)
+
+    of = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    assert_all_same_bits(step(layer, x, *arguments, of=of), plain)
+    calls = seen.read()[..., COLUMNS.index("calls")]
+    assert (calls[:, :2] >= 1).all()
+    assert (calls[:, 2] == 1).all()
+
+
+def test_worst_finds_what_no_row_has_shown() -> None:
+    """A number in a row that is not read stands in its block's scale."""
+    layer, x, arguments = case("mlp", Float8BlockScaling(), "cpu")
+    x = torch.randn_like(x)
+    x[7, 9] = 1e4
+    seen = watch(layer)
+    step(layer, x, *arguments)
+    read, has_it = seen.step(), arguments[1][7].tolist()
+    for row in read.experts:
+        if row[:2] == ("gate_up_proj", "input") and row.tokens:
+            assert (row.outlier > 1e3) if row.expert in has_it else (row.outlier < 50)
+    assert {row.expert for row in read.worst(role="input", n=C)} <= set(has_it)
 
 
 def test_one_watch_of_a_layer() -> None:
@@ -625,7 +666,7 @@ def test_nothing_to_watch_and_wrong_options() -> None:
         watch(layer, every=0)
     with pytest.raises(ValueError, match=r"^watch: rows must be a positive integer, got True$"):
         watch(layer, rows=True)
-    with pytest.raises(ValueError, match=r"^watch: to must be the path of a CSV, .* got int$"):
+    with pytest.raises(ValueError, match=r"^watch: to must be a function, got int$"):
         watch(layer, to=3)
     assert layer.observed is None
 
@@ -651,6 +692,77 @@ def test_hugging_face(recipe: Recipe | None) -> None:
     callback = seen.trainer_callback()
     callback.on_step_end(None, None, None)
     assert seen.steps == 1
+
+
+WEIGHTS = {GroupedExperts: ("w1", "w3", "w2"), FusedExperts: ("w13", "w2_EDF")}
+
+
+@pytest.mark.parametrize(
+    ("experts", "name"),
+    [(GroupedExperts, "none"), (FusedExperts, "block"), (GroupedExperts, "delayed")],
+)
+def test_watch_experts_in_one_module(experts: Any, name: str) -> None:
+    """Eager and compiled count the same; the bits stay; every weight has a name and moves."""
+    model, x = layers(experts, RECIPES[name])
+    plain = copy.deepcopy(model)(x)
+    plain.sum().backward()
+    seen = watch(model)
+    y = model(x)
+    y.sum().backward()
+    assert_same_bits(y, plain)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1
+    read = seen.read()
+    names = [f"layers.{i}.{w}" for i in range(2) for w in WEIGHTS[experts]]
+    assert list(dict.fromkeys(row.layer for row in read.operands)) == names
+    assert len(read.operands) == 3 * len(names)
+    assert all(row.moved > 0.99 for row in read.operands if row.role == "weight")
+    assert [load.tokens for load in read.loads] == [COUNTS, COUNTS]
+    if name != "delayed":  # whose state the first call has moved
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1
+        torch._dynamo.reset()
+        model.zero_grad()
+        seen.read()
+        torch.compile(model, fullgraph=True, backend="aot_eager")(x).sum().backward()
+        again = seen.read()
+        assert [r[:4] for r in again.experts] == [r[:4] for r in read.experts]
+        for now, before in zip(again.experts, read.experts, strict=True):
+            assert now.amax == pytest.approx(before.amax, rel=1e-5, nan_ok=True)  # of silu
+
+
+def test_by_pattern() -> None:
+    """convert gives one layer the recipe whose gradient stays in high precision; it trains."""
+    own = fake_quantize(Float8BlockScaling(), ("input", "weight"))
+    model = mixtral(recipes={"*.layers.0.*": own})
+    seen = watch(model)
+    loss_of(model).backward()
+    compared = {
+        (row.layer.split(".")[2], row.role): row.error == row.error
+        for row in seen.read().operands
+        if "gate_up" in row.layer
+    }
+    assert compared == {
+        (layer, role): layer == "1" or role != "grad_output"
+        for layer in "01"
+        for role in ("input", "weight", "grad_output")
+    }
+
+
+def test_a_language_model_is_healthy() -> None:
+    """By the rules of docs/debugging_fp8.md: padding and last tokens have gradients of zeros."""
+    model = mixtral(num_hidden_layers=1, hidden_size=128, intermediate_size=256)
+    seen, tokens = watch(model), torch.randint(64, (4, 64))
+    labels, mask = tokens.clone(), torch.ones_like(tokens)
+    labels[0, 40:], mask[0, 40:] = -100, 0
+    model(input_ids=tokens, labels=labels, attention_mask=mask).loss.backward()
+    for row in seen.read().operands:
+        assert row.amax <= row.scaled_amax < 8 * row.amax, row
+        assert row.underflow < 0.01
+        assert row.saturated == row.not_finite == 0
+        assert 5e-4 < row.error < 1e-3
 
 
 # --- processes -----------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ E groups (experts), K in_features, N out_features.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +32,6 @@ from grouped_linear.quantized.weight import is_dtensor, local_part
 from grouped_linear.recipes import DelayedScalingState
 from grouped_linear.recipes.recipe import ROLES
 
-#: Where a reading goes: a CSV, TensorBoard's writer, or a function.
-Destination = str | Path | Callable[[Statistics], Any] | Any | None
-
 #: Of each expert's weight at most so many rows, and columns, are compared with the reading before.
 MOVED_ROWS, MOVED_COLUMNS = 8, 256
 
@@ -52,16 +48,13 @@ class Watch:
         steps: how often :meth:`step` was called.
     """
 
-    def __init__(self, model: nn.Module, every: int, rows: int | None, to: Destination) -> None:
+    def __init__(self, model: nn.Module, every: int, rows: int | None, to: Any) -> None:
         check_model("watch", model)
         for name, given in (("every", every), ("rows", 1 if rows is None else rows)):
             if not is_integer(given) or given < 1:
                 raise ValueError(f"watch: {name} must be a positive integer, got {given!r}")
-        if not (to is None or isinstance(to, str | Path) or callable(to) or _is_writer(to)):
-            raise ValueError(
-                "watch: to must be the path of a CSV, a SummaryWriter or a function, "
-                f"got {type(to).__name__}"
-            )
+        if not (to is None or callable(to)):
+            raise ValueError(f"watch: to must be a function, got {type(to).__name__}")
         self.every, self.to, self.steps, self._is_on = every, to, 0, True
         found = {name: experts_of(module) for name, module in named_unwrapped(model)}
         watched = {name: e for name, e in found.items() if e is not None and e.computed_here}
@@ -86,21 +79,16 @@ class Watch:
         self._modules: dict[str, Any] = {name: e.module for name, e in watched.items()}
         _watching.add(self)
         for (name, module), experts in zip(self._modules.items(), watched.values(), strict=True):
-            if getattr(module, "observed", None) is None:
-                recipes = [experts.recipe]  # those of all its calls
-                for state in module.modules():
-                    if isinstance(state, DelayedScalingState):
-                        recipes += state.recipes
-                device = next(module.parameters()).device
-                E, _ = spread[name]
-                module.observed = WatchedLayer(experts.weights, E, device, recipes)
-            module.observed.rows = rows
+            recipes = [experts.recipe]  # those of all its calls
+            for state in module.modules():
+                if isinstance(state, DelayedScalingState):
+                    recipes += state.recipes
+            device, (E, _) = next(module.parameters()).device, spread[name]
+            module.observed = WatchedLayer(experts.weights, E, device, rows, recipes)
         self.layers: dict[str, WatchedLayer] = {n: m.observed for n, m in self._modules.items()}
         self._before: dict[str, Tensor] = {}
         for name in self.layers:
             list(self._moved(name, True))  # looks at the weights
-        for layer in self.layers.values():
-            layer.reset()
         self.switch(True)
 
     def switch(self, on: bool) -> None:
@@ -120,7 +108,8 @@ class Watch:
         read = None
         if self.steps % self.every == 0:
             read = self.read()
-            self._send(read)
+            if self.to is not None:
+                self.to(read)
         self.steps += 1
         if self.steps % self.every in (0, 1):
             self._begin_step()
@@ -190,15 +179,6 @@ class Watch:
 
         return WatchCallback()
 
-    def _send(self, read: Statistics) -> None:
-        to = self.to
-        if isinstance(to, str | Path):
-            read.to_csv(to)
-        elif _is_writer(to):
-            read.to_tensorboard(to)
-        elif to is not None:
-            to(read)
-
     def _numbers_of(self, name: str, reset: bool) -> Tensor:
         """[weights, 3, E, READ_COLUMNS] on the device."""
         layer = self.layers[name]
@@ -226,7 +206,11 @@ class Watch:
 
 
 def watch(
-    model: nn.Module, *, every: int = 1, rows: int | None = 4, to: Destination = None
+    model: nn.Module,
+    *,
+    every: int = 1,
+    rows: int | None = 4,
+    to: Callable[[Statistics], Any] | None = None,
 ) -> Watch:
     """Count what FP8 does to each layer, role and expert of a model, on the device.
 
@@ -235,10 +219,10 @@ def watch(
     often wgrad's columns share scales; how many rows the router sent to it, and how many were
     dropped.
 
-    The layers get one small kernel an operand, which reads a flag on the device: no host read, no
-    graph break, no recompilation, and CUDA graphs obey the flag. While it counts, it reads 4 rows
-    of each expert, whatever their number, and others in the next step. Results keep every bit.
-    Watch a model before it is compiled or captured, before or after ``fully_shard``.
+    The layers get torch operations that read 4 rows of each expert, whatever their number, and
+    others in the next step. A flag on the device keeps or drops what they count: no host read, no
+    graph break, no recompilation, and CUDA graphs obey the flag. Results keep every bit. Watch a
+    model before it is compiled or captured, before or after ``fully_shard``.
 
     Args:
         model: with :class:`GroupedLinear`, :class:`GroupedMLP` or experts that :func:`convert` has
@@ -246,8 +230,7 @@ def watch(
         every: count in every so many steps, as :meth:`Watch.step` counts them.
         rows: of each expert the sample in a call: so many rows, 128 times as many rows of scales.
             None reads all, which takes longer.
-        to: where each reading goes: the path of a CSV, a ``SummaryWriter`` of TensorBoard, a
-            function of :class:`Statistics` (``print``), or None.
+        to: called with each reading, a :class:`Statistics`, as ``print``; or None.
 
     Raises:
         ValueError: for a model without such layers, or one of whose layers is watched already; for
@@ -297,10 +280,6 @@ def _spread(
             parts //= mesh.size(i)
             ranks += dist.get_process_group_ranks(mesh.get_group(i))
     return E, ranks
-
-
-def _is_writer(to: Any) -> bool:
-    return hasattr(to, "add_scalar")
 
 
 def _looked_at(weight: Any) -> Tensor | None:

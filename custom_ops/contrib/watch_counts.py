@@ -298,8 +298,8 @@ class WatchedLayer(nn.Module):
 
     The forward and the backward have a tensor each, [2 * weights, E, columns]: AOTAutograd takes
     none that both write. The first has each weight's input and the weight, the second its
-    columnwise input and the gradient of its output. ``recipes`` are those of the layer's calls,
-    which a compiled call then finds.
+    columnwise input and the gradient of its output. Of each group a call reads ``rows``; None for
+    all. ``recipes`` are those of the layer's calls, which a compiled call then finds.
     """
 
     def __init__(
@@ -307,13 +307,14 @@ class WatchedLayer(nn.Module):
         weights: tuple[str, ...],
         num_groups: int,
         device: torch.device,
+        rows: int | None,
         recipes: Iterable[Recipe | None] = (),
     ) -> None:
         super().__init__()
         self.weights, self.num_groups = weights, num_groups
         self._counts: Any
         counts = vars(self)["_counts"] = nn.Module()
-        counts.rows = 4  # type: ignore[assignment]
+        counts.rows = rows  # type: ignore[assignment]
         with torch.inference_mode(False):
             for name in ("forward_stats", "backward_stats"):
                 shape = 2 * len(weights), num_groups, len(COLUMNS)
@@ -343,25 +344,9 @@ class WatchedLayer(nn.Module):
             self._recipes.append((recipe, name, made))
         return made
 
-    @property
-    def rows(self) -> int | None:
-        """How many rows of each group a call reads; None for all."""
-        rows: int | None = self._counts.rows
-        return rows
-
-    @rows.setter
-    def rows(self, rows: int | None) -> None:
-        self._counts.rows = rows
-
-    @property
-    def turn(self) -> Tensor:
-        """The flag, an int32 on the device: 0 counts nothing, others say which rows are read."""
-        turn: Tensor = self._counts.turn
-        return turn
-
     @torch.no_grad()
     def switch(self, turn: int) -> None:
-        """Set the flag, which captured graphs read."""
+        """Set the flag, which captured graphs read: 0, or which of the rows a call reads."""
         self._turn = int(turn)
         self._counts.turn.fill_(self._turn)
 
@@ -384,7 +369,7 @@ class WatchedLayer(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WatchedLayer":
         """Follow the model to another device, but keep each dtype."""
-        was_meta = self.turn.is_meta
+        was_meta = self._counts.turn.is_meta
 
         def keep_dtype(t: Tensor) -> Tensor:
             there = fn(t)
@@ -392,7 +377,7 @@ class WatchedLayer(nn.Module):
 
         with torch.inference_mode(False), torch.no_grad():
             self._counts._apply(keep_dtype)
-            if was_meta and not self.turn.is_meta:
+            if was_meta and not self._counts.turn.is_meta:
                 self.reset()
                 self.switch(self._turn)
         return self

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counts of a watched model, as a table, a CSV or TensorBoard's scalars.
+"""The counts of a watched model, as a table.
 
 E groups (experts).
 """
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan, sqrt
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -93,7 +91,7 @@ PRINTED = {
 
 @dataclass(frozen=True)
 class Statistics:
-    """A reading of :class:`Watch`. ``print`` it, or ask for a file.
+    """A reading of :class:`Watch`. ``print`` it, or write its rows, which are named tuples.
 
     Args:
         experts: of each layer, role and expert.
@@ -134,37 +132,6 @@ class Statistics:
             total, imbalance = sum(load.tokens), f"{load.imbalance:.2f}"
             loads.append([load.layer, str(total), imbalance, idle or "none", str(load.dropped)])
         return "\n".join([f"step {self.step}", *aligned(lines), "", *aligned(loads)])
-
-    def to_csv(self, path: str | Path) -> None:
-        """Append a line for each layer, role and expert; a new file gets a line of names first."""
-        file, names = Path(path), ("step", *OperandStatistics._fields, "dropped")
-        is_new = not file.exists() or file.stat().st_size == 0
-        dropped = {load.layer: load.dropped for load in self.loads}
-        with file.open("a", newline="") as opened:
-            writer = csv.writer(opened)
-            if is_new:
-                writer.writerow(names)
-            for row in (*self.operands, *self.experts):
-                whole = dropped.get(row.layer, "") if row.expert is None else ""
-                numbers = ["" if value is None or value != value else value for value in row]
-                writer.writerow([self.step, *numbers, whole])
-
-    def to_tensorboard(self, writer: Any) -> None:
-        """Add a scalar for each layer, role and column.
-
-        Args:
-            writer: a ``torch.utils.tensorboard.SummaryWriter``, or another with its ``add_scalar``.
-        """
-        for row in self.operands:
-            for column in PRINTED:
-                value = getattr(row, column)
-                if value == value:
-                    writer.add_scalar(f"{row.layer}/{row.role}/{column}", value, self.step)
-        for load in self.loads:
-            if load.imbalance == load.imbalance:
-                writer.add_scalar(f"{load.layer}/router/imbalance", load.imbalance, self.step)
-            writer.add_scalar(f"{load.layer}/router/idle", len(load.idle), self.step)
-            writer.add_scalar(f"{load.layer}/router/dropped", load.dropped, self.step)
 
 
 #: The counts of a layer; then the numbers of a weight that moved, and those that were looked at.
