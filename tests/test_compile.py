@@ -412,8 +412,8 @@ quantize_weight = grouped_linear.quantize_weight(primals_1)
 getitem_5: "f8e4m3fn[3,48,32]" = quantize_weight[0]
 getitem_6: "f32[3,1,1]" = quantize_weight[1]
 getitem_7: "f8e4m3fn[3,32,48]" = quantize_weight[2]
-transpose: "f8e4m3fn[3,32,48]" = aten.transpose.int(getitem_5, -2, -1)
-transpose_1: "f32[3,1,1]" = aten.transpose.int(getitem_6, -2, -1)
+transpose: "f8e4m3fn[3,32,48]" = aten.transpose.int(getitem_5, 1, 2)
+transpose_1: "f32[3,1,1]" = aten.transpose.int(getitem_6, 1, 2)
 grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, transpose,
     getitem_1, transpose_1, splits_to_offsets, primals_2, torch.float32)
 transpose_2: "f8e4m3fn[3,48,32]" = aten.transpose.int(getitem_7, -2, -1)
