@@ -12,10 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.meta_kernels.rules import Rules
+from grouped_linear.meta_kernels.rules import E4M3, Rules
 from grouped_linear.quantized.gathered import GatheredWeight, views_of
 from grouped_linear.recipes import Float8BlockScaling, Float8CurrentScaling, Format, Recipe
-from grouped_linear.recipes.weight import QuantizedWeight, refresh_weight_, store_weight, stores
+from grouped_linear.recipes.weight import (
+    QuantizedWeight,
+    new_weight,
+    refresh_weight_,
+    store_weight,
+    stores,
+)
 
 aten = torch.ops.aten
 
@@ -370,8 +376,12 @@ class GroupedTensorWithMaster(Tensor):
         recipe = self.recipe
         by_name = type(recipe) in _PICKLED_BY_NAME.values()
         state = {
-            "master": self.master,  # q, scale and q_t are made again from it: half the file
-            "columnwise": self.q_t is not None,
+            # The same memory as another storage. Tensors that are saved together and share a storage
+            # share the loaded one, and a plain one among them would write past the FP8 numbers.
+            "master": self.master if self.is_meta else torch.from_dlpack(self.master),
+            # Loading computes nothing: torch's older file format has no numbers there yet. That
+            # format has no float8 either.
+            "parts": tuple(self.parts.each(_without_float8)),
             "recipe": (type(recipe).__name__, recipe.options()) if by_name else recipe,
             "requires_grad": self.requires_grad,
             "attributes": self._attributes(),
@@ -456,24 +466,48 @@ def _quantized(master: Tensor, recipe: Recipe, columnwise: bool) -> GroupedTenso
 
 
 def _rebuild(state: dict[str, Any]) -> GroupedTensorWithMaster:
-    """A parameter from its pickled state. What a file could plant is refused or made again."""
+    """A parameter from its pickled state. What a file could plant is refused."""
     master, attributes = state["master"], state["attributes"]
     for name in attributes:
         if name in _OWN_ATTRIBUTES or hasattr(GroupedTensorWithMaster, name):
             raise ValueError(
                 f"GroupedTensorWithMaster: the file has an attribute {name!r} of the class itself"
             )
-    # Tensors that were saved together may share memory. Each has its own here, so that a write to
-    # one of them leaves no other with old quantized numbers.
-    master = master.detach().clone(memory_format=torch.contiguous_format)
     recipe = state["recipe"]
     if not isinstance(recipe, Recipe):
         name, options = recipe
         recipe = _PICKLED_BY_NAME[name](**options)
-    t = _quantized(master, recipe, state["columnwise"])
+    parts = QuantizedWeight(*state["parts"]).each(_with_float8)
+    _check_parts(master, parts, recipe.weight)
+    t = GroupedTensorWithMaster._of_parts(master.detach(), parts, recipe)
     vars(t).update(attributes)
     t.requires_grad_(state["requires_grad"])
     return t
+
+
+def _without_float8(part: Tensor) -> Tensor:
+    return part.view(torch.uint8) if part.dtype == E4M3 else part
+
+
+def _with_float8(part: Tensor) -> Tensor:
+    return part.view(E4M3) if part.dtype == torch.uint8 else part
+
+
+def _check_parts(master: Tensor, parts: QuantizedWeight, format: Format) -> None:
+    """Raise ValueError for parts of a file that kernels would read outside of."""
+    if not stores(format):  # a function's have any shape, and each call quantizes
+        return
+    E, N, K = (1, *master.shape) if master.dim() == 2 else master.shape
+    expected = new_weight(format, E, N, K, "meta", columnwise=parts.columnwise is not None)
+    if master.dim() == 2:
+        expected = expected.each(lambda part: part[0])
+    for part, like in zip(parts, expected, strict=True):
+        facts = [(t.shape, t.dtype, t.is_contiguous()) for t in (part, like) if t is not None]
+        if (part is None) != (like is None) or len({*facts}) > 1:
+            raise ValueError(
+                f"GroupedTensorWithMaster: the file has FP8 numbers that are not those of a weight "
+                f"{list(master.shape)}"
+            )
 
 
 torch.serialization.add_safe_globals([_rebuild])

@@ -267,19 +267,28 @@ class GroupedLinear(linear.GroupedLinear):
     # --- parameters that move, are copied or loaded ----------------------------------------------
 
     @torch.no_grad()
-    def _tie(self) -> None:
-        """Put a weight's experts side by side in memory, so that GEMMs read them in place."""
+    def _side_by_side(self) -> Tensor | None:
+        """[E, N, K] of a weight whose experts lie so in memory, which GEMMs read in place."""
         weights = tuple(self._weights().values())
-        first, size = weights[0], weights[0].numel()
-        side_by_side = all(
-            w.is_contiguous()
-            and w.untyped_storage()._cdata == first.untyped_storage()._cdata
-            and w.storage_offset() == first.storage_offset() + e * size
-            for e, w in enumerate(weights)
-        )
-        if not side_by_side:
-            for w, own in zip(weights, torch.stack([w.detach() for w in weights]), strict=True):
-                w.data = own
+        first, size = weights[0].detach(), weights[0].numel()
+        for e, w in enumerate(weights):
+            same_memory = w.untyped_storage()._cdata == first.untyped_storage()._cdata
+            if not same_memory or w.storage_offset() != first.storage_offset() + e * size:
+                return None
+            if not w.is_contiguous():
+                return None
+        return first.as_strided((len(weights), *first.shape), (size, *first.stride()))
+
+    def _lie_in(self, whole: Tensor) -> None:
+        """Have the experts' parameters in a tensor [E, N, K]."""
+        for w, own in zip(self._weights().values(), whole, strict=True):
+            w.data = own
+
+    @torch.no_grad()
+    def _tie(self) -> None:
+        """Put a weight's experts side by side in memory."""
+        if self._side_by_side() is None:
+            self._lie_in(torch.stack([w.detach() for w in self._weights().values()]))
 
     @contextmanager
     def _tied_if_moved(self) -> Iterator[None]:
@@ -299,13 +308,20 @@ class GroupedLinear(linear.GroupedLinear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy or a pickle, without deferred gradients."""
-        return {**vars(self), "_deferred": deque()}
+        """The state of a copy or a pickle, without deferred gradients.
+
+        Experts that lie side by side are there once more, as one tensor, so that they do so again
+        without a copy: torch's older file format has no numbers there yet.
+        """
+        whole = None if self._single["weight"] else self._side_by_side()
+        return {**vars(self), "_deferred": deque(), "_whole": whole}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        whole = state.pop("_whole")
         super().__setstate__(state)
-        if not self._single["weight"]:
-            self._tie()
+        if whole is not None and self._side_by_side() is None:
+            self._lie_in(whole)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
