@@ -318,7 +318,7 @@ def check_quantized_weight(weights: Any, rank: int, directory: Path) -> None:
 
 
 def check_copies_of_states(rank: int, directory: Path) -> None:
-    """Copies and files of e4m3 numbers of several processes."""
+    """Copies and files of the bytes of several processes."""
     state, twin = (spread(make(**BLOCK, weights="fp8")).state_dict() for _ in range(2))
     copied = copy.deepcopy(state)
     torch.save(state, directory / f"{rank}.pt")

@@ -14,6 +14,7 @@ import pickle
 import re
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -406,9 +407,9 @@ def is_kept(p: Tensor) -> bool:
     return isinstance(p, GroupedTensorWithMaster)
 
 
-def through_file(t: Any) -> Any:
+def through_file(t: Any, zipped: bool = True) -> Any:
     file = io.BytesIO()
-    torch.save(t, file)
+    torch.save(t, file, _use_new_zipfile_serialization=zipped)
     file.seek(0)
     return torch.load(file)
 
@@ -418,6 +419,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "to": lambda w: w.to(w.device, copy=True),
     "deepcopy": copy.deepcopy,
     "file": through_file,
+    "older file": partial(through_file, zipped=False),
 }
 
 
@@ -426,23 +428,38 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 def test_a_copy_has_memory_of_its_own(how: str, device: str) -> None:
     w: Any = make_layer("both", RECIPES["block"], BF16, device).weight.detach()
     before = [part.clone() for part in (w.master, w.q, w.scale, w.q_t)]
-    copied: Any = COPIES[how](nn.Parameter(w) if how == "file" else w).detach()
+    copied: Any = COPIES[how](nn.Parameter(w) if "file" in how else w).detach()
     copied.mul_(-1)
     assert_all_same_bits((w.master, w.q, w.scale, w.q_t), before)
     assert_same_bits(copied.q.float(), -w.q.float())
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("how", ["deepcopy", "file"])
+@pytest.mark.parametrize("how", ["deepcopy", "file", "older file"])
 def test_copies_of_a_parameter(how: str, requires_grad: bool) -> None:
     p: Any = nn.Parameter(GroupedTensorWithMaster.quantize(torch.ones(2, 32, 16)), requires_grad)
     p.note = "kept"
     twin = COPIES[how](p)
     assert isinstance(twin, nn.Parameter)
     assert (twin.requires_grad, twin.note) == (requires_grad, "kept")
+    assert_fresh(twin)
 
 
-@pytest.mark.parametrize(("how", "shares"), [("deepcopy", True), ("file", False)])
+def test_a_file_with_other_numbers_is_refused() -> None:
+    """Kernels would read outside of them."""
+    make, (state,) = nn.Parameter(small()).__reduce_ex__(2)
+    q, scale, q_t = state["parts"]
+    others = (q[:1], scale, q_t), (q, scale[:, :0], q_t), (q, scale, q), (q.int(), scale, q_t)
+    for parts in others:
+        assert sentence(partial(make, state | {"parts": parts})) == (
+            "GroupedTensorWithMaster: the file has FP8 numbers that are not those of a weight "
+            "[2, 32, 16]"
+        )
+
+
+@pytest.mark.parametrize(
+    ("how", "shares"), [("deepcopy", True), ("file", False), ("older file", False)]
+)
 def test_copies_of_what_shares_memory(how: str, shares: bool) -> None:
     """A deepcopy shares it too, with its quantized numbers. A file does not."""
     w = nn.Parameter(GroupedTensorWithMaster.quantize(torch.randn(2, 32, 16)), False)

@@ -6,17 +6,20 @@ expert.
 """
 
 import copy
+import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from expecttest import assert_expected_inline
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from grouped_linear import (
     Float8BlockScaling,
@@ -184,36 +187,82 @@ frozen weight: scale must be [4, 3, 2], got [4, 272, 144]""",
     )
 
 
-def test_an_average_beside_frozen_weights() -> None:
-    """As the guide has it: torch gives bytes in lists of their own, copied once before."""
+AVERAGES: dict[str, Any] = {
+    "equal weights": {},
+    "avg_fn": {"avg_fn": get_ema_avg_fn(0.75)},
+    "multi_avg_fn": {"multi_avg_fn": get_ema_multi_avg_fn(0.75)},
+}
 
-    def average(averages: list[Tensor], values: list[Tensor], _: Any) -> None:
-        if averages[0].is_floating_point():
-            torch._foreach_lerp_(averages, values, 0.25)
 
-    layer = make_layer(lora=Lora(8))
-    averaged = AveragedModel(layer, multi_avg_fn=average)
+@DEVICES
+@pytest.mark.parametrize("how", AVERAGES.values(), ids=AVERAGES)
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
+def test_averages_of_adapters(weights: str, how: Any, device: str) -> None:
+    """Frozen weights stay as they are, whatever averages parameters and buffers."""
+    recipe = Float8BlockScaling()
+    layer = GroupedLinear(E, 64, N, recipe=recipe, weights=weights, lora=Lora(8), device=device)
+    averaged = AveragedModel(layer, use_buffers=True, **how)
     a = layer.weight_lora_a.detach().clone()
     for _ in range(2):
         averaged.update_parameters(layer)
         nn.init.ones_(layer.weight_lora_a)
-    torch.testing.assert_close(averaged.module.weight_lora_a, a.lerp(torch.ones_like(a), 0.25))
+    share = 0.25 if how else 0.5
+    torch.testing.assert_close(averaged.module.weight_lora_a, a.lerp(torch.ones_like(a), share))
     for name in ("weight", "weight_scale_inv"):
         assert_same_bits(averaged.module.get_parameter(name), layer.get_parameter(name))
+
+
+def test_bytes_take_no_numbers() -> None:
+    """By copy_, by data, nor by an average of two models; what is the same is taken."""
+    layer, w = make_layer(), make_layer(weights=None).weight.detach()
+    before, bytes_of = copy.deepcopy(layer), layer.weight
+    other = (bytes_of + 1).to(torch.uint8)
+    averaged = AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    averaged.update_parameters(layer)
+    averaged_with_another = copy.deepcopy(layer)
+    averaged_with_another.load_state_dict({"weight": -w}, strict=False)
+    half_way = bytes_of.data.clone()
+    cases: dict[str, Callable[[], Any]] = {
+        "bfloat16": lambda: bytes_of.detach().copy_(w),
+        "float8_e4m3fn": lambda: bytes_of.detach().copy_(w.to(E4M3)),
+        "float32": lambda: averaged.update_parameters(averaged_with_another),
+        "int8": lambda: setattr(bytes_of, "data", bytes_of.data.view(torch.int8)),
+        "other bytes": lambda: setattr(bytes_of, "data", other),
+    }
+    for got, case in cases.items():
+        assert sentence(case) == (
+            f"FrozenBytes: bytes of a frozen weight stay as they are, got {got}: load_state_dict "
+            "quantizes, adapters stay beside the weight, and averages leave out parameters that "
+            "require no gradient"
+        )
+    assert_same_state(layer, before)
+    assert_same_state(averaged.module, before)
+    bytes_of.data = half_way  # the same ones
 
 
 # --- state dicts ---------------------------------------------------------------------------------
 
 
 def kept_as(state: str, like: Any) -> dict[str, Tensor]:
-    """A state of a layer in high precision or in FP8, with scales of some dtype."""
+    """A state of a layer in high precision, in bytes or in FP8 with scales of some dtype."""
+    if state == "bytes":
+        return dict(like.state_dict())
     if state.startswith("scales in"):
         scales = getattr(torch, state.removeprefix("scales in "))
         return {
-            n: t.to(scales) if n.endswith("_scale_inv") else t for n, t in like.state_dict().items()
+            n: t.to(scales) if n.endswith("_scale_inv") else t for n, t in numbers_of(like).items()
         }
     dtype = getattr(torch, state)
     return {n: t.to(dtype) for n, t in make_layer(type_of(like), weights=None).state_dict().items()}
+
+
+def numbers_of(layer: Any) -> dict[str, Tensor]:
+    """A state as a checkpoint in FP8 or MXFP4 has it, in the layer's memory."""
+    state = dict(layer.state_dict())
+    for name in names_of(layer):
+        weight = layer.frozen_weight(name)
+        state[name], state[f"{name}_scale_inv"] = weight.values.detach(), weight.scale.detach()
+    return state
 
 
 def type_of(layer: Any) -> Any:
@@ -230,6 +279,7 @@ def type_of(layer: Any) -> Any:
             for name in (
                 "bfloat16",
                 "float64",
+                "bytes",
                 "scales in float32",
                 "scales in bfloat16",
                 "scales in float8_e8m0fnu",
@@ -253,7 +303,7 @@ def test_loads(kind: Any, state: str, weights: Any, assign: bool) -> None:
             for part in (name, f"{name}_scale_inv"):
                 assert_same_bits(target.get_parameter(part), expected.get_parameter(part))
                 assert not target.get_parameter(part).requires_grad
-        elif state.startswith("scales"):
+        elif state == "bytes" or state.startswith("scales"):
             assert_same_bits(target.get_parameter(name) * 1, expected.dequantize(name))
     arguments = inputs("cpu", SPLITS[0])
     assert_same_bits(target.to(BF16)(*arguments), expected(*arguments))
@@ -266,18 +316,18 @@ def test_e8m0_scales_are_exact() -> None:
     module.freeze("w", (numbers, torch.ones(256, 1, 1)), Float8BlockScaling())
     scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).view(256, 1, 1)
     module.load_state_dict({"w": numbers, "w_scale_inv": scales})
-    loaded = module.state_dict()["w_scale_inv"].flatten().double()
+    loaded = module.frozen_weight("w").scale.flatten().double()
     assert_same_bits(loaded[:-1], 2.0 ** torch.arange(-127, 128).double())
     assert loaded[-1].isnan()
 
 
 @EVERY_KIND
 def test_state_dicts_are_plain_tensors(kind: Any, tmp_path: Path) -> None:
-    """e4m3 numbers and float32 scales in the parameters' memory: a write there is not missed."""
+    """The parameters' own bytes: a write there is not missed."""
     layer, arguments = make_layer(kind), inputs("cpu", SPLITS[0])
     for state in (layer.state_dict(), layer.state_dict(keep_vars=True)):
         for name in names_of(layer):
-            assert (state[name].dtype, state[f"{name}_scale_inv"].dtype) == (E4M3, FP32)
+            assert state[name].dtype == state[f"{name}_scale_inv"].dtype == torch.uint8
             assert state[name].data_ptr() == layer.get_parameter(name).data_ptr()
     state = layer.state_dict()
     assert {type(t) for t in state.values()} == {Tensor}
@@ -291,7 +341,7 @@ def test_state_dicts_are_plain_tensors(kind: Any, tmp_path: Path) -> None:
     substituted = torch.func.functional_call(layer, dict(state), arguments)
     assert_same_bits(substituted, y)
     for name in names_of(layer):
-        state[f"{name}_scale_inv"].mul_(2)
+        state[f"{name}_scale_inv"].view(FP32).mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     doubled = make_layer(kind, weights=None)
@@ -303,7 +353,7 @@ def test_state_dicts_are_plain_tensors(kind: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("weights", ["fp8", "both", None])
 @EVERY_KIND
 def test_state_dicts_that_mean_something_else(kind: Any, weights: Any) -> None:
-    target, fits = make_layer(kind, weights=weights), make_layer(kind).state_dict()
+    target, fits = make_layer(kind, weights=weights), numbers_of(make_layer(kind))
     for p in target.parameters():
         nn.init.zeros_(p)  # a part that is loaded would show
     before, name = copy.deepcopy(target), names_of(target)[0]
@@ -339,23 +389,32 @@ def test_state_dicts_that_mean_something_else(kind: Any, weights: Any) -> None:
 
 
 @pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("to_frozen", [True, False])
-@pytest.mark.parametrize("from_frozen", [True, False])
-def test_state_dicts_with_an_expert_a_key(from_frozen: bool, to_frozen: bool, assign: bool) -> None:
+@pytest.mark.parametrize(
+    ("from_frozen", "to_frozen"),
+    [
+        ("fp8", "fp8"),
+        ("fp8", None),
+        (None, "fp8"),
+        (None, None),
+        ("mxfp4", "mxfp4"),
+        ("mxfp4", None),
+    ],
+)
+def test_state_dicts_with_an_expert_a_key(from_frozen: Any, to_frozen: Any, assign: bool) -> None:
     """weight0, weight1, ... of either kind into one weight; one weight of either kind into them."""
-    source = make_layer(weights="fp8" if from_frozen else None)
+    source = make_layer(weights=from_frozen)
     numbers = source.dequantize("weight") if from_frozen else source.weight
     apart = source.state_dict()
     for name in ("weight", "weight_scale_inv"):
         if name in apart:
             parts = enumerate(apart.pop(name))
             apart |= {name.replace("weight", f"weight{e}", 1): part for e, part in parts}
-    target = make_layer(weights="fp8" if to_frozen else None, single_grouped_weight=True)
+    target = make_layer(weights=to_frozen, single_grouped_weight=True)
     for p in target.parameters():
         nn.init.zeros_(p)
     target.load_state_dict(apart, assign=assign)
     if to_frozen:
-        assert_same_state(target, make_layer())
+        assert_same_state(target, make_layer(weights=to_frozen))
     else:
         assert_same_bits(target.weight, numbers)
     discrete = make_layer(weights=None, single_grouped_weight=False)
@@ -379,6 +438,64 @@ def test_tied_layers_of_one_file(tmp_path: Path) -> None:
     save_model(source, str(tmp_path / "model.safetensors"))
     load_model(target, str(tmp_path / "model.safetensors"))
     assert_same_state(target, source)
+
+
+def exported(unflatten: bool) -> Callable[[Any], Any]:
+    def program_of(layer: Any) -> Any:
+        program = torch.export.export(layer, inputs("cpu", SPLITS[0]))
+        return torch.export.unflatten(program) if unflatten else program.module()
+
+    return program_of
+
+
+def checkpointed(to: Any, state: dict[str, Tensor]) -> None:
+    """torch.distributed.checkpoint, in the memory of a state alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        dcp.load(to.state_dict(), checkpoint_id=folder, no_dist=True)
+
+
+PROGRAMS = {"layer": lambda layer: layer, "module": exported(False), "unflatten": exported(True)}
+LOADERS: dict[str, Callable[[Any, Any], Any]] = {
+    "load_state_dict": lambda to, state: to.load_state_dict(state),
+    "assign": lambda to, state: to.load_state_dict(state, assign=True),
+    "checkpoint": checkpointed,
+}
+
+
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("source", PROGRAMS)
+@pytest.mark.parametrize("target", PROGRAMS)
+@pytest.mark.parametrize("loader", LOADERS)
+def test_every_loader_reads_the_bytes(loader: str, target: str, source: str, weights: str) -> None:
+    """Parameters, state dicts and programs hold one thing, so copies by name are right."""
+    layers = [GroupedLinear(E, K, N, recipe=Float8BlockScaling(), weights=weights) for _ in "ab"]
+    to, other = (PROGRAMS[kind](one) for kind, one in zip((target, source), layers, strict=True))
+    arguments = inputs("cpu", SPLITS[0], FP32)
+    y = other(*arguments)
+    LOADERS[loader](to, other.state_dict())
+    assert_same_bits(to(*arguments), y)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("way", ["to frozen", "from frozen"])
+def test_loaders_that_know_no_bytes_notice_numbers(way: str, weights: str) -> None:
+    """A state in the dtypes of a checkpoint has scales of another shape."""
+    layer = GroupedLinear(E, 64, N, recipe=Float8BlockScaling(), weights=weights)
+    before = copy.deepcopy(layer.state_dict())
+    numbers = {name: t.clone() for name, t in numbers_of(layer).items()}
+    if weights == "mxfp4":
+        numbers["weight_scale_inv"] = numbers["weight_scale_inv"].view(torch.float8_e8m0fnu)
+    published = nn.Module()
+    for name, t in numbers.items():
+        published.register_parameter(name, nn.Parameter(t, requires_grad=False))
+    state, to = (numbers, exported(False)(layer)) if way == "to frozen" else (before, published)
+    for load in (checkpointed, LOADERS["load_state_dict"]):
+        with pytest.raises(BaseException, match=r"(?i)size mismatch[\s\S]*scale_inv"):
+            load(to, state)
+    with pytest.raises(BaseException, match=r"(?i)size mismatch[\s\S]*scale_inv"):
+        checkpointed(layer, numbers)
+    assert_same_tensors(layer.state_dict(), before)
 
 
 # --- birth and travels ---------------------------------------------------------------------------
@@ -424,6 +541,7 @@ TRAVELS: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "pickle": through_pickle,
     "torch.save": through_torch_save,
+    "older file": partial(through_torch_save, zipped=False),
     "half": lambda layer: copy.deepcopy(layer).half(),
     "to": lambda layer: copy.deepcopy(layer).to("cpu", FP32),
     "inference": torch.inference_mode()(lambda layer: copy.deepcopy(layer).cpu().to(BF16)),

@@ -7,7 +7,7 @@ its ``expert_dtype="fp4"``, as DeepSeek-V4 was published: two numbers a byte in 
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import FineGrainedFP8Config, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+from transformers.core_model_loading import (
+    ConversionOps,
+    PrefixChange,
+    WeightConverter,
+    revert_weight_conversion,
+)
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -32,9 +37,9 @@ from grouped_linear.integrations.experts_forward import (
 )
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.wrappers import named_unwrapped
-from grouped_linear.meta_kernels.rules import BLOCK, ceil_div, dtype_name
-from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen, frozen_of
-from grouped_linear.quantized.state_dict import SCALE, sent_as_bytes
+from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div, dtype_name
+from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen, as_bytes, frozen_of
+from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import KEPT, is_dtensor
 
 _TWO_FORMATS = "the model's other modules are quantized in a format of theirs, a checkpoint has one"
@@ -55,8 +60,6 @@ def describe(model: Any) -> None:
     if obstacle is not None:  # save_pretrained calls this first
         quantizer.get_state_dict_and_metadata = partial(_refuse_to_save, obstacle)
         return
-    if config.expert_dtype == "fp4":
-        quantizer.get_state_dict_and_metadata = _state_in_files_dtypes
     model.config.quantization_config = quantizer.quantization_config = config
     model._weight_conversions = conversions
 
@@ -70,20 +73,70 @@ def _refuse_to_save(obstacle: str, model: Any) -> tuple[None, dict[str, Any]]:
     return None, {}
 
 
-def _state_in_files_dtypes(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A model's state with MXFP4 in the dtypes that transformers knows, and no metadata."""
-    state: dict[str, Any] = model.state_dict()
-    for key in [key for key, t in state.items() if t.dtype == torch.uint8 and key + SCALE in state]:
-        state[key] = state[key].view(torch.int8)
-        state[key + SCALE] = sent_as_bytes(state[key + SCALE].view(torch.float8_e8m0fnu))
-    return state, {}
+class AsBytes(ConversionOps):
+    """A file's numbers or scales as the bytes of a frozen weight in the same memory, or back.
+
+    Experts that are as loaded have what the file has: these tensors stay as they are.
+    """
+
+    def __init__(self, numbers: torch.dtype, scales: torch.dtype, reverse: bool = False) -> None:
+        self.numbers, self.scales, self.reverse = numbers, scales, reverse
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """One tensor by its new name; see transformers' ConversionOps."""
+        (found,) = input_dict.values()
+        t = found[0] if isinstance(found, list) else found
+        name = (source_patterns if self.reverse else target_patterns)[0]
+        return {target_patterns[0]: (self.scales_of if SCALE in name else self.numbers_of)(t)}
+
+    def numbers_of(self, t: Tensor) -> Tensor:
+        """Numbers as bytes, or bytes as numbers."""
+        if not self.reverse:
+            return t.view(torch.uint8)
+        return t.view(self.numbers) if t.dtype == torch.uint8 else t
+
+    def scales_of(self, t: Tensor) -> Tensor:
+        """Scales as bytes, whose last dimension is one scale, or back."""
+        if not self.reverse:
+            return t.unsqueeze(-1).view(torch.uint8)
+        return t.view(self.scales).squeeze(-1) if t.dtype == torch.uint8 else t
+
+    @property
+    def reverse_op(self) -> "AsBytes":
+        """The way back, for saving."""
+        return AsBytes(self.numbers, self.scales, not self.reverse)
+
+
+def _with_bytes(conversions: list[Any], keys: Iterable[str], kept_as: str) -> list[Any]:
+    """Conversions whose tensors of these names are the bytes of frozen weights."""
+    numbers, scales = FILES[kept_as]
+    op, left, found = AsBytes(numbers, scales[0]), {*keys}, []
+    for conversion in conversions:
+        own = set()
+        if isinstance(conversion, WeightConverter):
+            back = conversion.reverse_transform()
+            own = {key for key in left if back.rename_source_key(key)[1] is not None}
+        if own:
+            sources = conversion._original_source_patterns
+            targets = conversion._original_target_patterns
+            operations = [*conversion.operations, op]
+            conversion = conversion.copy(sources, targets, operations=operations)
+        found.append(conversion)
+        left -= own
+    return found + [WeightConverter([key], [key], [op]) for key in sorted(left)]
 
 
 def check_loads(experts: Any) -> None:
     """Have experts whose weights are as loaded take no bytes of a state as numbers, as torch does.
 
-    MXFP4 of experts that convert has frozen is there in uint8, and torch would cast the bits of a
-    scale to E8M0. It would cast e4m3 to high precision without its scales.
+    Bytes of frozen weights become the numbers and scales that such experts hold. High precision
+    would take numbers without their scales, so that is refused.
     """
     hooks = experts._load_state_dict_pre_hooks.values()
     if not any(getattr(hook, "hook", None) is _check_load for hook in hooks):
@@ -94,11 +147,15 @@ def _check_load(experts: Any, state: dict[str, Any], prefix: str, *others: Any) 
     for name, p in experts.named_parameters():
         key, error_msgs = prefix + name, others[-1]
         t: Any = state.get(key)
-        if not isinstance(t, Tensor) or t.element_size() > 1:
+        has_scales = isinstance(t, Tensor) and t.element_size() == 1 and key + SCALE in state
+        if not has_scales or isinstance(experts, KeepsFrozen):
             continue
-        if t.dtype == torch.uint8 and p.dtype in (torch.int8, torch.float8_e8m0fnu):
-            state[key] = t.view(p.dtype)
-        elif p.element_size() > 1 and not isinstance(experts, KeepsFrozen) and key + SCALE in state:
+        kept_as = {E4M3: "fp8", torch.int8: "mxfp4"}.get(p.dtype)
+        if t.dtype == torch.uint8 and kept_as is not None:
+            to_file = AsBytes(FILES[kept_as][0], FILES[kept_as][1][0], reverse=True)
+            state[key] = to_file.numbers_of(t)
+            state[key + SCALE] = to_file.scales_of(state[key + SCALE])
+        elif p.element_size() > 1:
             error_msgs.append(
                 f"{key}: {dtype_name(t.dtype)} with scales is for weights that are quantized: "
                 "convert(weights='both') before loads it dequantized, 'fp8' or 'mxfp4' as it is."
@@ -171,7 +228,8 @@ def _conversions_of(
     candidates = [] if loaded is None else [loaded]
     for base in (*candidates, default):
         candidates.append(HfQuantizer.update_weight_conversions(quantizer, base, stand_in))
-    for conversions in candidates:
+    for candidate in candidates:
+        conversions = _with_bytes(candidate, (*shapes, *(key for key, _ in with_scales)), kept_as)
         obstacle = _obstacle_of_names(model, conversions, shapes, kept_as)
         if obstacle is None:
             break
@@ -225,9 +283,10 @@ def _obstacle_of_names(
     state: dict[str, Tensor] = {}
     (dtype, (of_scale, *_)), (rows, columns) = FILES[kept_as], STORAGES[kept_as].block
     for key, (E, N, K) in shapes.items():
+        q = torch.empty(E, N, K, dtype=dtype, device="meta")
         scales = E, ceil_div(N, rows), ceil_div(K, columns)
-        state[key] = torch.empty(E, N, K, dtype=dtype, device="meta")
-        state[key + SCALE] = torch.empty(scales, dtype=of_scale, device="meta")
+        parts = q, torch.empty(scales, dtype=of_scale, device="meta")
+        state[key], state[key + SCALE] = as_bytes(parts)
     try:
         saved = _as_saved(model, conversions, state)
     except Exception as error:  # save_pretrained would raise it, with files half written

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -21,6 +21,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import Mxfp4Config
 
 from grouped_linear.integrations.convert import convert
+from grouped_linear.integrations.fp8_checkpoint import AsBytes
 from grouped_linear.integrations.hugging_face import save_by_parts
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.meta_kernels.rules import MX_BLOCK, ceil_div
@@ -31,6 +32,8 @@ __all__ = ["mxfp4_config"]
 
 _METHOD = "grouped_linear_mxfp4"
 _WEIGHTS = "gate_up_proj", "down_proj"
+#: Scales are in uint8; files of others may say that they are E8M0.
+_SCALES = AsBytes(torch.uint8, torch.uint8)
 
 
 def mxfp4_config(path: str, **kwargs: Any) -> Any:
@@ -89,20 +92,33 @@ class PackedMxfp4Quantizer(HfQuantizer):
 
     is_trainable = True  # adapters
     is_compileable = True
-    serialized_names = {name: [f"{name}{SCALE}"] for name in _WEIGHTS}  # noqa: RUF012  (as its base)
     quantization_config: PackedMxfp4Config
 
     def is_serializable(self) -> bool:
         """Whether ``save_pretrained`` writes files that load again."""
         return True
 
-    def get_weight_conversions(self) -> list[Any]:
-        """Names and shapes of the files, and of the parameters."""
-        conversions: list[Any] = []
-        for name in map("experts.{}".format, _WEIGHTS):
-            conversions.append(WeightConverter([f"{name}_blocks"], [name], [JoinBlocks()]))
-            conversions.append(WeightRenaming(f"{name}_scales", f"{name}{SCALE}"))
-        return conversions
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Names and shapes of the files, and of the parameters, for the experts in few bits alone.
+
+        A checkpoint may have layers in 16 bits, which are saved as they were read.
+        """
+        found = [*weight_conversions]
+        for module_name, module in model.named_modules():
+            for name in frozen_of(module) if isinstance(module, GptOssExperts) else ():
+                own = f"{module_name}.{name}".removeprefix(f"{model.base_model_prefix}.")
+                found += [
+                    WeightConverter([f"{own}_blocks"], [own], [JoinBlocks()]),
+                    WeightConverter([f"{own}_scales"], [f"{own}{SCALE}"], [_SCALES]),
+                ]
+        return found
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """Blocks and scales are read as they are; files may say that scales are E8M0."""
+        operations = getattr(converter, "operations", ())
+        if any(isinstance(operation, AsBytes | JoinBlocks) for operation in operations):
+            return None
+        return super().get_new_dtype(converter, param, dtype)
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         skipped = self.quantization_config.modules_to_not_convert or []

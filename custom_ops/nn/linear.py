@@ -63,8 +63,8 @@ class GroupedLinear(GroupedLayer):
         num_experts, in_features, out_features, recipe, weights: as given.
         weight: [E, N, K]; frozen in FP8, the numbers' bytes in uint8, see :meth:`dequantize`; in
             MXFP4 two codes a byte, [E, N, K / 2].
-        weight_scale_inv: the scales of a frozen weight: in FP8 [E, ceil(N / 128), ceil(K / 128)]
-            int32, the bits of float32 numbers; in MXFP4 [E, N, K / 32] uint8.
+        weight_scale_inv: the bytes of a frozen weight's scales, uint8: in FP8
+            [E, ceil(N / 128), ceil(K / 128), 4], of float32 numbers; in MXFP4 [E, N, K / 32, 1].
         bias: [E, N], or None.
         weight_lora_a: [E, r, K], the adapter's A, where there is one.
         weight_lora_b: [E, N, r], the adapter's B.

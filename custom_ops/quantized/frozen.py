@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are frozen in few bits: bytes in plain parameters of any module.
+"""Weights that are frozen in few bits: bytes in parameters of any module.
 
 E experts, K in_features, N out_features.
 """
@@ -21,7 +21,7 @@ from grouped_linear.meta_kernels.rules import (
     ceil_div,
     dtype_name,
 )
-from grouped_linear.quantized.state_dict import SCALE, as_master, for_state_dict, sent_as_bytes
+from grouped_linear.quantized.state_dict import SCALE, as_master, for_state_dict
 from grouped_linear.quantized.weight import distributed_like, is_by_experts, is_dtensor, local_part
 from grouped_linear.recipes import Recipe
 from grouped_linear.recipes.weight import QuantizedWeight
@@ -48,34 +48,71 @@ def dequantize_blocks(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return w
 
 
-class Storage(NamedTuple):
-    """How a frozen weight lies in memory, and as which dtypes it is read."""
+class FrozenBytes(nn.Parameter):
+    """Bytes of a frozen weight's numbers, or of its scales, in a parameter that takes bytes alone.
 
-    bits: torch.dtype  # of the parameter
-    values: torch.dtype  # of the numbers in these bits
-    scale_bits: torch.dtype
+    Whoever copies numbers of another dtype to it, or assigns other bytes on its device to ``data``
+    as a merge of adapters does, gets a RuntimeError. The average of equal bytes is these bytes. All
+    operations give what they give of a plain tensor, and FSDP2 makes plain parameters of it.
+    """
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> "FrozenBytes":
+        """As of a parameter; it requires no gradient."""
+        return super().__new__(cls, data, requires_grad)
+
+    def detach(self) -> "FrozenBytes":  # type: ignore[override]
+        """The same memory, which takes bytes alone, too: averages are written there."""
+        return Tensor._make_subclass(FrozenBytes, Tensor.detach(self))
+
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> "FrozenBytes":
+        """Copy bytes. An average of equal bytes in floating point has them up to a rounding."""
+        is_average = src.is_floating_point() and src.dtype.itemsize > 1 and src.shape == self.shape
+        if is_average and torch.equal(src.round().to(self.dtype), self):
+            return self
+        self._check(src)
+        return super().copy_(src, non_blocking)  # type: ignore[return-value]
+
+    @property
+    def data(self) -> Tensor:
+        """The memory as a plain tensor."""
+        return torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._check(value)
+        own = self.data
+        beside = value.device == own.device and value.shape == own.shape and not own.is_meta
+        if beside and value.data_ptr() != own.data_ptr() and not torch.equal(value, own):
+            self._refuse("other bytes")
+        torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    def _check(self, new: Tensor) -> None:
+        if new.dtype != self.dtype:
+            self._refuse(dtype_name(new.dtype))
+
+    def _refuse(self, what: str) -> None:
+        raise RuntimeError(
+            f"FrozenBytes: bytes of a frozen weight stay as they are, got {what}: load_state_dict "
+            "quantizes, adapters stay beside the weight, and averages leave out parameters that "
+            "require no gradient"
+        )
+
+
+class Storage(NamedTuple):
+    """How a frozen weight's bytes are read."""
+
+    values: torch.dtype  # of the numbers in the bytes
     scale: torch.dtype
-    block: tuple[int, int]  # how many entries [N, K] of the parameter share a scale
-    per_entry: int  # how many numbers of a row an entry holds
+    block: tuple[int, int]  # how many bytes [N, K] of the parameter share a scale
+    per_entry: int  # how many numbers of a row a byte holds
     quantize: Callable[[Tensor, Recipe | None], Parts]  # a weight [E, N, K] in high precision
     dequantize: Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 
 #: By the option ``weights`` of layers.
 STORAGES = {
-    "fp8": Storage(
-        torch.uint8,
-        E4M3,
-        torch.int32,
-        torch.float32,
-        (BLOCK, BLOCK),
-        1,
-        _quantize_blocks,
-        dequantize_blocks,
-    ),
+    "fp8": Storage(E4M3, torch.float32, (BLOCK, BLOCK), 1, _quantize_blocks, dequantize_blocks),
     "mxfp4": Storage(
-        torch.uint8,
-        torch.uint8,
         torch.uint8,
         torch.uint8,
         (1, MX_BLOCK // 2),
@@ -84,6 +121,25 @@ STORAGES = {
         ops.dequantize_mxfp4,
     ),
 }
+
+
+def as_bytes(parts: Parts) -> Parts:
+    """Numbers and scales as parameters and state dicts have them, in the same memory.
+
+    The last dimension of the scales is the bytes of one. No file of numbers and scales has that
+    shape, so a program that knows nothing of bytes notices that it mixes the two.
+    """
+    q, scale = (local_part(part.detach()).contiguous() for part in parts)
+    bits = q.view(torch.uint8), scale.unsqueeze(-1).view(torch.uint8)
+    return distributed_like(parts[0], bits[0]), distributed_like(parts[1], bits[1])
+
+
+def as_numbers(storage: Storage, bits: Parts) -> Parts:
+    """Numbers and scales of these bytes, in the same memory."""
+    q, scale = map(local_part, bits)
+    q = q if storage.values == q.dtype else q.view(storage.values)
+    scale = scale if storage.scale == scale.dtype else scale.view(storage.scale)
+    return distributed_like(bits[0], q), distributed_like(bits[1], scale.squeeze(-1))
 
 
 class Frozen(NamedTuple):
@@ -106,13 +162,12 @@ on_freeze: list[Callable[[], None]] = []
 class KeepsFrozen(nn.Module):
     """A module some of whose weights may be frozen in few bits; the first of a class's bases.
 
-    A frozen weight is two parameters that require no gradient: ``weight``, the numbers' bytes, and
-    ``weight_scale_inv``, the scales' bits. They move, copy, pickle, shard and gather as any
-    integers do, and nothing casts them. State dicts have the same memory as numbers and scales,
-    under the same two names, as checkpoints in FP8 do. Loading takes these, or high precision,
-    which it rounds to nearest; a weight that learns takes numbers and scales, too. An operation on
-    the bytes computes with bytes: a moving average of parameters must leave out those that require
-    no gradient.
+    A frozen weight is two parameters of uint8 that require no gradient: ``weight``, the numbers'
+    bytes, and ``weight_scale_inv``, the scales' bytes. They move, copy, pickle, shard and gather as
+    any integers do, and nothing casts them. State dicts have the same bytes under the same names.
+    Loading takes these, or numbers and scales as a checkpoint in FP8 or MXFP4 has them, or high
+    precision, which it rounds to nearest; a weight that learns takes each of them, too. An
+    operation on the bytes computes with bytes. See :class:`FrozenBytes` for what they refuse.
 
     >>> from grouped_linear import Float8BlockScaling
     >>> class Layer(KeepsFrozen):
@@ -120,9 +175,9 @@ class KeepsFrozen(nn.Module):
     >>> layer = Layer()
     >>> layer.freeze("weight", torch.ones(4, 32, 16), Float8BlockScaling())  # quantizes
     >>> {name: (p.dtype, list(p.shape)) for name, p in layer.named_parameters()}
-    {'weight': (torch.uint8, [4, 32, 16]), 'weight_scale_inv': (torch.int32, [4, 1, 1])}
-    >>> layer.state_dict()["weight"].dtype, layer.dequantize("weight").dtype
-    (torch.float8_e4m3fn, torch.float32)
+    {'weight': (torch.uint8, [4, 32, 16]), 'weight_scale_inv': (torch.uint8, [4, 1, 1, 4])}
+    >>> layer.dequantize("weight").dtype
+    torch.float32
     """
 
     _frozen: Mapping[str, Frozen] = {}  # by the parameter's name
@@ -166,13 +221,31 @@ class KeepsFrozen(nn.Module):
         for call in on_freeze:
             call()
         self._frozen = {**self._frozen, name: frozen}
-        for part_name, part in zip((name, name + SCALE), _as_bits(frozen, parts), strict=True):
+        for part_name, part in zip((name, name + SCALE), as_bytes(parts), strict=True):
             self.register_parameter(part_name, nn.Parameter(part, requires_grad=False))
+        self._guard()
+
+    def _guard(self, to: type[nn.Parameter] = FrozenBytes) -> None:
+        """Give plain parameters of frozen weights the class that refuses numbers, or the other."""
+        for name in self._frozen:
+            for p in map(self._parameters.get, (name, name + SCALE)):
+                if type(p) in (nn.Parameter, FrozenBytes):
+                    p.__class__ = to  # type: ignore[union-attr]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for call in on_freeze if state.get("_frozen") else ():
             call()
         super().__setstate__(state)
+        self._guard()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KeepsFrozen":
+        """As of any module; what fn makes of frozen bytes is not refused."""
+        self._guard(nn.Parameter)
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._guard()
+        return self
 
     def frozen_weight(self, name: str) -> QuantizedWeight | None:
         """Numbers and scales of a frozen weight, in the parameters' memory; None of another.
@@ -188,28 +261,19 @@ class KeepsFrozen(nn.Module):
                 f"{type(self).__name__}: torch.jit.trace records no frozen weight: use "
                 "torch.export or torch.compile"
             )
-        hook = vars(self).get("_hf_hook")  # accelerate's, or a list of them
-        if hook is not None and any(
-            getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))
-        ):
-            raise RuntimeError(
-                f"{type(self).__name__}: accelerate offloads it, and would cast the numbers of its "
-                f"state dict to bytes: leave it on a device, {name} takes a byte an element"
-            )
         if name not in self._parameters:
             raise RuntimeError(
                 f"{type(self).__name__}: {name} is frozen, and a parametrization, as PEFT's "
                 "adapters are, or pruning would compute with its bytes: give layers "
                 "lora=Lora(...), and models of transformers use_grouped_adapters(model)"
             )
-        storage, bits, scale = self._frozen[name].storage, *self._parts(name)
-        # Substituted parameters may be those of a state dict.
-        if bits.dtype not in (storage.bits, storage.values):
+        bits = self._parts(name)
+        if bits[0].dtype != torch.uint8:  # substituted, as by functional_call
             raise RuntimeError(
-                f"{type(self).__name__}: {name} is frozen in {dtype_name(storage.bits)}, got "
-                f"{dtype_name(bits.dtype)}: load_state_dict quantizes"
+                f"{type(self).__name__}: {name} is frozen in uint8, got "
+                f"{dtype_name(bits[0].dtype)}: load_state_dict quantizes"
             )
-        return QuantizedWeight(bits.view(storage.values), scale.view(storage.scale), None)
+        return QuantizedWeight(*as_numbers(self._frozen[name].storage, bits), None)
 
     def weight_shape(self, name: str) -> tuple[int, int, int]:
         """[E, N, K] of a weight, whatever its parameter holds."""
@@ -267,9 +331,7 @@ class KeepsFrozen(nn.Module):
     def overwrite_frozen(self, name: str, w: Tensor) -> None:
         """Quantize w [E, N, K], a DTensor where the parameter is one, into the same memory."""
         frozen = self._frozen[name]
-        for bits, new in zip(
-            self._parts(name), _as_bits(frozen, _quantized(w, frozen)), strict=True
-        ):
+        for bits, new in zip(self._parts(name), as_bytes(_quantized(w, frozen)), strict=True):
             bits.copy_(new)
 
     def _local_parts(self, name: str) -> Parts:
@@ -284,12 +346,10 @@ class KeepsFrozen(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self._parameters:
+        for name, p in self._parameters.items():
             key = prefix + name
-            if name in self._frozen:
-                storage, scale_key = self._frozen[name].storage, key + SCALE
-                destination[key] = sent_as_bytes(destination[key].detach().view(storage.values))
-                destination[scale_key] = destination[scale_key].detach().view(storage.scale)
+            if type(p) is FrozenBytes and not keep_vars:
+                destination[key] = Tensor.detach(p)  # a plain tensor, for those who write files
             elif key in destination:
                 destination[key] = for_state_dict(destination[key])
 
@@ -317,18 +377,17 @@ class KeepsFrozen(nn.Module):
             if metadata.get("assign_to_params_buffers"):
                 state_dict[key] = as_master(own, state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._guard()
 
     def _take(self, name: str, own: Any, key: str, state_dict: dict[str, Any]) -> None:
         """Replace a weight in a state that is being loaded by what its parameter holds."""
         frozen, w, scale = self._frozen.get(name), state_dict[key], state_dict.get(key + SCALE)
         if frozen is None and w.dtype == own.dtype:
             return
-        if w.dtype == torch.int8 and getattr(scale, "dtype", None) == torch.float8_e8m0fnu:
-            w = w.view(torch.uint8)  # MXFP4 as DeepSeek-V4's files have it
-        storage = STORAGES["mxfp4" if w.dtype == torch.uint8 and scale is not None else "fp8"]
-        storage = storage if frozen is None else frozen.storage
-        if w.dtype == storage.values:
-            parts = w, _scale_of(w, scale, storage, key + SCALE)
+        weights = _weights_of_state(w, scale)
+        storage = STORAGES[(weights or "fp8") if frozen is None else frozen.weights]
+        if weights is not None and storage is STORAGES[weights]:
+            parts = _parts_of_state(w, scale, storage, key + SCALE)
             if frozen is not None:
                 state_dict[key], state_dict[key + SCALE] = self._fitting(name, parts)
                 return
@@ -336,7 +395,10 @@ class KeepsFrozen(nn.Module):
             dtype = own.dtype if own.dtype in ACTIVATIONS else torch.float32
             q, local_scale = map(local_part, parts)
             _check_parts(storage, q, local_scale)
+            one = q.dim() == 2  # of one expert
+            q, local_scale = (q[None], local_scale[None]) if one else (q, local_scale)
             plain = storage.dequantize(q, local_scale, dtype)
+            plain = plain[0] if one else plain
             plain = plain.mT.contiguous() if self.is_transposed else plain
             state_dict[key] = distributed_like(w, plain)
         elif w.dtype.itemsize == 1 or (frozen is not None and not w.is_floating_point()):
@@ -360,7 +422,7 @@ class KeepsFrozen(nn.Module):
 
         torch loads each parameter by itself, and would leave new numbers beside old scales.
         """
-        bits = _as_bits(self._frozen[name], parts)
+        bits = as_bytes(parts)
         for part_name, own, new in zip((name, name + SCALE), self._parts(name), bits, strict=True):
             if new.shape != own.shape:
                 raise ValueError(f"{part_name} must be {list(own.shape)}, got {list(new.shape)}")
@@ -388,21 +450,28 @@ def _quantized(w: Any, frozen: Frozen) -> Parts:
     return q, scale
 
 
-def _as_bits(frozen: Frozen, parts: Parts) -> Parts:
-    """Numbers and scales as the parameters hold them."""
-    q, scale = (part.detach().contiguous() for part in parts)
-    return q.view(frozen.storage.bits), scale.view(frozen.storage.scale_bits)
-
-
 def _is_same_memory(a: Any, b: Any) -> bool:
     a, b = local_part(a), local_part(b)
     return bool(a.shape == b.shape and a.data_ptr() == b.data_ptr())
 
 
-def _scale_of(w: Any, scale: Any, storage: Storage, name: str) -> Tensor:
-    """The scales of numbers in a state dict, in a dtype that holds all of those a file may have."""
+def _weights_of_state(w: Any, scale: Any) -> str | None:
+    """How a weight in a state dict is kept, "fp8" or "mxfp4"; None in high precision."""
+    if w.dtype == E4M3:
+        return "fp8"
+    if w.dtype == torch.uint8 and isinstance(scale, Tensor):
+        return "fp8" if scale.dim() > w.dim() and scale.size(-1) > 1 else "mxfp4"
+    if w.dtype == torch.int8 and getattr(scale, "dtype", None) == torch.float8_e8m0fnu:
+        return "mxfp4"  # as DeepSeek-V4's files have it
+    return None
+
+
+def _parts_of_state(w: Any, scale: Any, storage: Storage, name: str) -> Parts:
+    """Numbers and scales in a state dict, which are bytes or in a dtype that a file may have."""
     if not isinstance(scale, Tensor):
         raise ValueError(f"{dtype_name(w.dtype)} needs scales, {name}, which are missing")
+    if w.dtype == scale.dtype == torch.uint8 and scale.dim() > w.dim():
+        return as_numbers(storage, (w, scale))
     if storage.scale.is_floating_point:
         kind, fits = "float", scale.is_floating_point() and scale.dtype.itemsize > 1
     else:
@@ -411,7 +480,7 @@ def _scale_of(w: Any, scale: Any, storage: Storage, name: str) -> Tensor:
         raise ValueError(
             f"{name} must be scales in {kind} or float8_e8m0fnu, got {dtype_name(scale.dtype)}"
         )
-    return scale.float() if kind == "float" else scale.view(torch.uint8)
+    return w.view(storage.values), scale.float() if kind == "float" else scale.view(torch.uint8)
 
 
 def _check_parts(storage: Storage, q: Tensor, scale: Tensor) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What state dicts have of weights that are kept in FP8: plain tensors, as other checkpoints have.
+"""What state dicts have of weights that are kept in FP8: plain tensors.
 
-A weight with its master is there in high precision. One that is frozen, ``name``, is there as its
-e4m3 numbers, and as ``name_scale_inv``, its float32 scales.
+A weight with its master is there in high precision. One that is frozen, ``name``, is there as the
+bytes of its numbers, and as ``name_scale_inv``, those of its scales.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3
-from grouped_linear.quantized.weight import distributed_like, is_dtensor, local_part
+from grouped_linear.meta_kernels.rules import ACTIVATIONS
+from grouped_linear.quantized.weight import distributed_like, local_part
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 
 SCALE = "_scale_inv"
@@ -37,16 +37,3 @@ def as_master(own: Any, w: Tensor) -> Tensor:
     dtype = local.dtype if local.dtype in ACTIVATIONS else master.dtype
     kept = master.of(local.to(dtype, copy=True, memory_format=torch.contiguous_format))
     return distributed_like(w, kept)
-
-
-def sent_as_bytes(q: Any) -> Any:
-    """A DTensor of float8, gathered as bytes where collectives do not know it; any other as it is.
-
-    Gloo knows no float8, and NCCL none of scales.
-    """
-    unknown = (E4M3, torch.float8_e8m0fnu) if q.device.type == "cpu" else (torch.float8_e8m0fnu,)
-    if not is_dtensor(q) or q.dtype not in unknown:
-        return q
-    from grouped_linear.quantized import float8_dtensor
-
-    return float8_dtensor.sent_as_bytes(q)

@@ -376,7 +376,7 @@ class GroupedTensorWithMaster(Tensor):
         recipe = self.recipe
         by_name = type(recipe) in _PICKLED_BY_NAME.values()
         state = {
-            # The same memory as another storage. Tensors that are saved together and share a storage
+            # The same memory as another storage. Tensors that are saved together and share one
             # share the loaded one, and a plain one among them would write past the FP8 numbers.
             "master": self.master if self.is_meta else torch.from_dlpack(self.master),
             # Loading computes nothing: torch's older file format has no numbers there yet. That

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """accelerate: states that are saved, weights that are offloaded or dispatched."""
 
+import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from grouped_linear import Float8BlockScaling, GroupedMLP, convert
+from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedMLP, convert
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_bits, bits
 
@@ -46,10 +49,39 @@ def test_offloaded_before(plain_mixtral: Any) -> None:
 
 
 def test_offloaded_after(quantized_mixtral: Any) -> None:
-    """accelerate would cast the e4m3 numbers of the state dict to bytes: not a wrong result."""
-    model = accelerate.cpu_offload(quantized_mixtral, execution_device="cpu")
-    with pytest.raises(RuntimeError, match="accelerate offloads it, and would cast the numbers of"):
-        model(torch.arange(12)[None])
+    """By hooks of the experts or of a block around them, which copy the state dict's tensors."""
+    ids = torch.arange(12)[None]
+    expected = quantized_mixtral(ids).logits
+    for blocks in (None, ["MixtralDecoderLayer"], ["MixtralSparseMoeBlock"]):
+        model = copy.deepcopy(quantized_mixtral)
+        accelerate.cpu_offload(model, execution_device="cpu", preload_module_classes=blocks)
+        assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("empty", [False, True], ids=["drawn", "empty"])
+def test_saved_and_dispatched(weights: Any, empty: bool, tmp_path: Path) -> None:
+    def layer() -> GroupedMLP:
+        return GroupedMLP(4, 64, 96, recipe=Float8BlockScaling(), weights=weights)
+
+    x, (scores, experts) = torch.randn(10, 64), torch.rand(10, 4).topk(2)
+    saved = layer()
+    accelerate.Accelerator(cpu=True).save_model(saved, str(tmp_path))
+    with accelerate.init_empty_weights() if empty else nullcontext():
+        loaded = layer()
+    loaded = accelerate.load_checkpoint_and_dispatch(loaded, str(tmp_path), device_map={"": "cpu"})
+    assert_same_bits(loaded(x, scores, experts), saved(x, scores, experts))
+
+
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
+def test_a_file_of_numbers_is_no_file_of_bytes(weights: Any, tmp_path: Path) -> None:
+    """accelerate casts to the parameter's dtype, and asks for its shape."""
+    layer = GroupedLinear(4, 64, 96, recipe=Float8BlockScaling(), weights=weights)
+    weight: Any = layer.frozen_weight("weight")
+    numbers = {"weight": weight.values.detach(), "weight_scale_inv": weight.scale.detach()}
+    save_file(numbers, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"in \"weight_scale_inv\" .*this looks incorrect"):
+        accelerate.load_checkpoint_in_model(layer, str(tmp_path), device_map={"": "cpu"})
 
 
 def test_dispatched(plain_mixtral: Any) -> None:

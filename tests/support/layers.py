@@ -44,8 +44,9 @@ def through_pickle(layer: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(layer))
 
 
-def through_torch_save(layer: nn.Module) -> nn.Module:
+def through_torch_save(layer: nn.Module, zipped: bool = True) -> nn.Module:
+    """A file of torch, or one in its older format, which reads numbers after all else."""
     file = io.BytesIO()
-    torch.save(layer, file)
+    torch.save(layer, file, _use_new_zipfile_serialization=zipped)
     file.seek(0)
     return torch.load(file, weights_only=False)
