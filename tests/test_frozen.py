@@ -29,6 +29,7 @@ from grouped_linear import (
     MXFP8BlockScaling,
     grouped_linear,
     ops,
+    te,
 )
 from grouped_linear.quantized.frozen import KeepsFrozen
 from support import reference
@@ -150,13 +151,12 @@ def test_errors() -> None:
         torch.func.functional_call(layer, {"weight": other}, inputs("cpu", SPLITS[0]))
 
     cases: list[Callable[[], Any]] = [
-        lambda: make_layer(recipe=None),
         lambda: make_layer(recipe=MXFP8BlockScaling()),
         lambda: make_layer(cache_weights=True),
         lambda: make_layer(fuse_wgrad_accumulation=True),
         lambda: make_layer(single_grouped_weight=False),
         lambda: make_layer(single_grouped_weight=False, weights="int8"),
-        lambda: make_layer(MLP, recipe=None),
+        lambda: make_layer(MLP, recipe=MXFP8BlockScaling()),
         lambda: make_layer(MLP, fuse_wgrad_accumulation=True),
         lambda: layer.requires_grad_(True),
         substituted,
@@ -172,19 +172,25 @@ def test_errors() -> None:
     assert_expected_inline(
         "\n".join(sentences),
         """\
-GroupedLinear: weights='fp8' needs the recipe Float8BlockScaling, got None
 GroupedLinear: weights='fp8' needs the recipe Float8BlockScaling, got MXFP8BlockScaling()
 GroupedLinear: cache_weights keeps what weights='fp8' has already: choose one of them
 GroupedLinear: weights='fp8' is frozen and has no gradient: leave fuse_wgrad_accumulation out
 GroupedLinear: weights='fp8' needs single_grouped_weight=True
 GroupedLinear: weights must be None, 'both', 'fp8' or 'mxfp4', got 'int8'
-GroupedMLP: weights='fp8' needs the recipe Float8BlockScaling, got None
+GroupedMLP: weights='fp8' needs the recipe Float8BlockScaling, got MXFP8BlockScaling()
 GroupedMLP: weights='fp8' is frozen and has no gradient: leave fuse_wgrad_accumulation out
 only Tensors of floating point dtype can require gradients
 GroupedLinear: weight is frozen in uint8, got float32: load_state_dict quantizes
 frozen weight: numbers must be float8_e4m3fn, got float32
 frozen weight: scale must be [4, 3, 2], got [4, 272, 144]""",
     )
+
+
+@pytest.mark.parametrize("weights", ["fp8", "both"])
+def test_the_recipe_that_is_taken_as_convert_takes_it(weights: Any) -> None:
+    assert GroupedMLP(E, 32, 64, weights=weights).recipe == Float8BlockScaling()
+    assert te.GroupedLinear(E, 32, 64, weights=weights, single_grouped_weight=True).recipe
+    assert GroupedLinear(E, 32, 64, weights="mxfp4").recipe is None
 
 
 AVERAGES: dict[str, Any] = {
@@ -396,8 +402,6 @@ def test_state_dicts_that_mean_something_else(kind: Any, weights: Any) -> None:
         ("fp8", None),
         (None, "fp8"),
         (None, None),
-        ("mxfp4", "mxfp4"),
-        ("mxfp4", None),
     ],
 )
 def test_state_dicts_with_an_expert_a_key(from_frozen: Any, to_frozen: Any, assign: bool) -> None:
@@ -423,6 +427,16 @@ def test_state_dicts_with_an_expert_a_key(from_frozen: Any, to_frozen: Any, assi
         assert_same_bits(getattr(discrete, f"weight{e}"), expert)
 
 
+@pytest.mark.parametrize("published", [False, True])
+def test_an_expert_a_key_of_four_bits(published: bool) -> None:
+    """One weight in MXFP4, as bytes or as a checkpoint has it, into a parameter for each expert."""
+    source = GroupedLinear(E, 64, N, weights="mxfp4")
+    target = te.GroupedLinear(E, 64, N)
+    target.load_state_dict(numbers_of(source) if published else source.state_dict())
+    for e, expert in enumerate(source.dequantize("weight")):
+        assert_same_bits(target.get_parameter(f"weight{e}"), expert)
+
+
 def test_tied_layers_of_one_file(tmp_path: Path) -> None:
     """safetensors writes a shared weight once, and loads it into both."""
 
@@ -440,9 +454,12 @@ def test_tied_layers_of_one_file(tmp_path: Path) -> None:
     assert_same_state(target, source)
 
 
+TOKENS = torch.randn(T, 64), torch.tensor(SPLITS[0])
+
+
 def exported(unflatten: bool) -> Callable[[Any], Any]:
     def program_of(layer: Any) -> Any:
-        program = torch.export.export(layer, inputs("cpu", SPLITS[0]))
+        program = torch.export.export(layer, TOKENS)
         return torch.export.unflatten(program) if unflatten else program.module()
 
     return program_of
@@ -469,12 +486,11 @@ LOADERS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("loader", LOADERS)
 def test_every_loader_reads_the_bytes(loader: str, target: str, source: str, weights: str) -> None:
     """Parameters, state dicts and programs hold one thing, so copies by name are right."""
-    layers = [GroupedLinear(E, K, N, recipe=Float8BlockScaling(), weights=weights) for _ in "ab"]
+    layers = [GroupedLinear(E, 64, N, recipe=Float8BlockScaling(), weights=weights) for _ in "ab"]
     to, other = (PROGRAMS[kind](one) for kind, one in zip((target, source), layers, strict=True))
-    arguments = inputs("cpu", SPLITS[0], FP32)
-    y = other(*arguments)
+    y = other(*TOKENS)
     LOADERS[loader](to, other.state_dict())
-    assert_same_bits(to(*arguments), y)
+    assert_same_bits(to(*TOKENS), y)
 
 
 @pytest.mark.parametrize("weights", ["fp8", "mxfp4"])

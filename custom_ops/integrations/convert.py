@@ -23,12 +23,12 @@ from grouped_linear.integrations.converted_class import class_before, is_convert
 from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.look_alikes import look_alikes
 from grouped_linear.integrations.request import Changes, Request, warn_of_others_that_hold
-from grouped_linear.integrations.wrappers import adapted, have_peft_ask
+from grouped_linear.integrations.wrappers import adapted
 from grouped_linear.nn.checks import check_flags, check_model, check_recipe
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
-from grouped_linear.quantized.weight import Weights, check_weights_kept
-from grouped_linear.recipes import Float8BlockScaling, Recipe
+from grouped_linear.quantized.weight import Weights, check_weights_kept, recipe_for
+from grouped_linear.recipes import Recipe
 
 
 @torch.inference_mode(False)  # new parameters are to be ordinary ones
@@ -110,8 +110,7 @@ def convert(
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 64])
     """
-    recipe = Float8BlockScaling() if recipe is None and weights in ("both", "fp8") else recipe
-    request = Request(recipe, weights, save_gate_up_in_fp8, recipes or {})
+    request = Request(recipe_for(recipe, weights), weights, save_gate_up_in_fp8, recipes or {})
     _check(model, request)
     found: dict[str, Experts] = {}
     for name, module in model.named_modules():
@@ -132,7 +131,6 @@ def convert(
         hugging_face.convert(model, of_transformers, request, changes)
     for name, module in of_torchtitan.items():
         grouped_experts.convert(module, request.of(name), changes)
-    have_peft_ask()
     warn_of_others_that_hold(changes)
     return _report(model, found, request, changes)
 

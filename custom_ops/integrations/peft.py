@@ -15,6 +15,7 @@ from typing import Any
 import peft
 import torch
 from peft.tuners.lora import layer as lora
+from peft.tuners.mixed import MixedModel
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8Experts
@@ -28,12 +29,11 @@ from grouped_linear.integrations.experts_forward import (
     weight_names,
 )
 from grouped_linear.integrations.implementation import Implementation
-from grouped_linear.integrations.peft_merge import check_merge
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.nn.checks import check_model
 from grouped_linear.nn.lora import MAX_RANK, Lora, LoraWeights
-from grouped_linear.quantized.frozen import KeepsFrozen
+from grouped_linear.quantized.frozen import KeepsFrozen, frozen_of
 from grouped_linear.quantized.weight import is_dtensor
 
 __all__ = ["for_packed_experts", "use_grouped_adapters"]
@@ -160,8 +160,8 @@ def group_adapters(model: nn.Module) -> None:
     for wrapper in wrappers:
         wrapper.__class__ = ParamWrapper
     for module in model.modules():
-        if wrappers and type(module) is peft.LoraModel:
-            module.__class__ = LoraModel
+        if wrappers and type(module) in (peft.LoraModel, MixedModel):
+            module.__class__ = LoraModel if type(module) is peft.LoraModel else _MixedModel
 
 
 def _set_dropout(model: nn.Module, p: float, adapters: set[str]) -> None:
@@ -228,15 +228,53 @@ def _check_rank(where: str, rank: int) -> None:
         raise ValueError(f"{where} must have a rank of at most {MAX_RANK}, got {rank}")
 
 
-class LoraModel(peft.LoraModel):
-    """PEFT's model of adapters, which refuses what adapters on grouped experts cannot do."""
+def _check_merge(where: str, layer: Any) -> None:
+    """Raise ValueError for a layer whose weight an adapter cannot be added to."""
+    base = layer.get_base_layer()
+    if isinstance(layer, lora.ParamWrapper):
+        w = layer.get_param()
+    elif type(base).__name__ == "FP8Linear":
+        w = base.weight
+    else:
+        return
+    if is_dtensor(w):
+        raise ValueError(
+            f"{where} is sharded: save the adapter, and merge it in a model that is not"
+        )
+    if w.element_size() == 1:
+        kept_as = "mxfp4" if w.dtype == torch.int8 else "fp8"  # as transformers loads them
+        if frozen_of(base):
+            kept_as = frozen_of(base)[layer.parameter_name].weights
+        raise ValueError(
+            f"{where} is in {kept_as.upper()} and stays as it is: keep the adapter beside it, or "
+            "merge it in the model in 16 bits (a checkpoint: dequantize=True in its quantization "
+            "config)"
+        )
+
+
+class _ChecksMerges:
+    """A model of adapters that raises before a merge writes a layer, for any in few bits."""
+
+    model: nn.Module
 
     def _check_merge_allowed(self) -> None:
-        """Raise before a layer is written for linear layers in FP8, too; PEFT asks this."""
         for name, layer in self.model.named_modules():
             if isinstance(layer, lora.LoraLayer):
-                check_merge(f"merge: {name}", layer)
-        super()._check_merge_allowed()
+                _check_merge(f"merge: {name}", layer)
+        super()._check_merge_allowed()  # type: ignore[misc]
+
+
+class _MixedModel(_ChecksMerges, MixedModel):
+    """PEFT's model of adapters of several kinds."""
+
+    def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """PEFT's, which asks nothing."""
+        self._check_merge_allowed()
+        return super().merge_and_unload(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+class LoraModel(_ChecksMerges, peft.LoraModel):
+    """PEFT's model of adapters, which refuses what adapters on grouped experts cannot do."""
 
     def _check_new_adapter_config(self, config: Any) -> None:
         """Raise for an adapter that experts cannot have before a layer gets it; PEFT asks this."""
@@ -269,9 +307,20 @@ class LoraModel(peft.LoraModel):
 class ParamWrapper(lora.ParamWrapper):
     """PEFT's wrapper of an experts' parameter, whose factors the experts compute with.
 
-    It has the name of PEFT's class, by which PEFT knows it. Its ``merge`` and ``unmerge`` raise
-    ValueError for weights in few bits and for sharded ones, see ``peft_merge``.
+    It has the name of PEFT's class, by which PEFT knows it. Bytes of frozen weights refuse a merge
+    of PEFT's own wrapper, too, see :class:`grouped_linear.quantized.frozen.FrozenBytes`.
     """
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """PEFT's; ValueError for weights in few bits and for sharded ones."""
+        _check_merge(f"merge: {self.parameter_name}", self)
+        super().merge(safe_merge, adapter_names)
+
+    def unmerge(self) -> None:
+        """PEFT's; ValueError where the weights were frozen with the adapters in them."""
+        if self.merged:
+            _check_merge(f"unmerge: {self.parameter_name}", self)
+        super().unmerge()
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         """The sizes of a weight in MXFP4, which its bytes do not have; PEFT asks this."""

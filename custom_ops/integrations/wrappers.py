@@ -3,14 +3,10 @@
 
 import sys
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
-
-from grouped_linear.quantized.frozen import on_freeze
 
 #: By a wrapper's class, or a base of it, the submodule that it calls. Names, so that nothing is
 #: imported for them. FSDP2 is none: it changes a module's class and leaves the module where it is.
@@ -24,31 +20,6 @@ WRAPPERS = {
     "BaseTuner": "model",  # PEFT's LoraModel and others
     "BaseTunerLayer": "base_layer",  # PEFT's layers and its ParamWrapper
 }
-
-
-def have_peft_ask() -> None:
-    """From now on have PEFT ask before it merges adapters into weights that are in few bits.
-
-    Importing this package changes nothing of torch's or PEFT's, so this waits for the first such
-    weights, and for PEFT: a hook of torch sees it wrap a module in its ``base_layer``.
-    """
-    if sys.modules.get("peft") is not None:
-        import grouped_linear.integrations.peft_merge  # noqa: F401
-    else:
-        _wait_for_peft()
-
-
-on_freeze.append(have_peft_ask)
-
-
-@cache
-def _wait_for_peft() -> None:
-    register_module_module_registration_hook(_on_registration)
-
-
-def _on_registration(module: nn.Module, name: str, inside: nn.Module | None) -> None:
-    if name == "base_layer":
-        have_peft_ask()
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:

@@ -18,7 +18,7 @@ from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_grad_of
 from grouped_linear.nn.lora import Lora
 from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen
-from grouped_linear.quantized.weight import Weights, check_weights_kept, keep_weight
+from grouped_linear.quantized.weight import Weights, check_weights_kept, keep_weight, recipe_for
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe
 from grouped_linear.recipes.delayed import new_state
@@ -54,6 +54,7 @@ class GroupedLayer(KeepsFrozen):
     ) -> None:
         """Check and set the options of all weights; errors begin with the name ``owner``."""
         check_options(owner, recipe, cache_weights, fuse_wgrad_accumulation, dtype)
+        recipe = recipe_for(recipe, weights)
         check_weights_kept(owner, recipe, weights, cache_weights, fuse_wgrad_accumulation)
         self._recipe, self.weights = recipe, weights
         self.fuse_wgrad_accumulation, self.observed = fuse_wgrad_accumulation, None

@@ -54,6 +54,7 @@ class GroupedLinear(GroupedLayer):
             ``GroupedTensorWithMaster``, a plain tensor and its FP8 numbers,
             which are made when it is written, as by an optimizer. "fp8": frozen in FP8 alone, under
             ``Float8BlockScaling``: drawn in `dtype`, then quantized, for inference and adapters.
+            For these two the recipe is ``Float8BlockScaling()`` unless another is given.
             "mxfp4": the same in 4.25 bits an element, see
             :func:`grouped_linear.ops.quantize_mxfp4`, without a recipe or under
             ``Float8BlockScaling`` or ``MXFP8BlockScaling``; K is then a multiple of 32.

@@ -155,10 +155,6 @@ class Frozen(NamedTuple):
         return STORAGES[self.weights]
 
 
-#: Called where a module gets frozen weights, by itself or as a copy or pickle of another.
-on_freeze: list[Callable[[], None]] = []
-
-
 class KeepsFrozen(nn.Module):
     """A module some of whose weights may be frozen in few bits; the first of a class's bases.
 
@@ -218,8 +214,6 @@ class KeepsFrozen(nn.Module):
         else:
             frozen, parts = Frozen(weights, recipe, dtype or torch.bfloat16), weight
         _check_parts(frozen.storage, *map(local_part, parts))
-        for call in on_freeze:
-            call()
         self._frozen = {**self._frozen, name: frozen}
         for part_name, part in zip((name, name + SCALE), as_bytes(parts), strict=True):
             self.register_parameter(part_name, nn.Parameter(part, requires_grad=False))
@@ -233,8 +227,6 @@ class KeepsFrozen(nn.Module):
                     p.__class__ = to  # type: ignore[union-attr]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for call in on_freeze if state.get("_frozen") else ():
-            call()
         super().__setstate__(state)
         self._guard()
 

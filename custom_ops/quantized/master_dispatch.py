@@ -4,7 +4,7 @@
 E experts, K in_features, N out_features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -15,11 +15,29 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, arguments_of
 from grouped_linear.quantized.gathered import views_of
-from grouped_linear.quantized.with_master import HANDLERS, GroupedTensorWithMaster, Handler
 from grouped_linear.recipes.weight import stores
 
 aten = torch.ops.aten
-of_parts = GroupedTensorWithMaster._of_parts
+
+#: ``handler(overload, args, kwargs)`` is called in place of an overload that has a
+#: :class:`HandledTensor` among its arguments.
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+#: By overload. The three rules, :func:`read_or_write`, are for every other one.
+HANDLERS: dict[Any, Handler] = {}
+
+
+class HandledTensor(Tensor):
+    """A tensor whose operations the handlers below run: a GroupedTensorWithMaster."""
+
+    # Operations are intercepted below autograd, in __torch_dispatch__, and only there.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return HANDLERS.get(func, read_or_write)(func, args, kwargs or {})
 
 
 def handles(*overloads: Any) -> Callable[[Handler], Handler]:
@@ -32,7 +50,6 @@ def handles(*overloads: Any) -> Callable[[Handler], Handler]:
     return register
 
 
-@handles(None)
 def read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The class's three rules: the operation on high-precision numbers, which are then quantized.
 
@@ -42,22 +59,22 @@ def read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if func._can_decompose():  # inference mode and handlers give operations made of others
         return func.decompose(*args, **kwargs)
     _check_can_be_seen(func)
-    kept: dict[int, GroupedTensorWithMaster] = {}
-    results: list[tuple[GroupedTensorWithMaster, Tensor]] = []
+    kept: dict[int, Any] = {}
+    results: list[tuple[Any, Tensor]] = []
 
-    def plain(t: GroupedTensorWithMaster) -> Tensor:
+    def plain(t: Any) -> Any:
         kept[id(t.numbers)] = t
         return t.numbers
 
-    def result(t: GroupedTensorWithMaster) -> Tensor:  # a result of another shape would resize t
+    def result(t: Any) -> Tensor:  # a result of another shape would resize t
         results.append((t, torch.empty_like(t.numbers)))
         kept[id(results[-1][1])] = t
         return results[-1][1]
 
     outs = {a.name for a in func._schema.arguments if a.is_out}
-    plain_args = tree_map_only(GroupedTensorWithMaster, plain, args)
+    plain_args = tree_map_only(HandledTensor, plain, args)
     plain_kwargs = {
-        name: tree_map_only(GroupedTensorWithMaster, result if name in outs else plain, value)
+        name: tree_map_only(HandledTensor, result if name in outs else plain, value)
         for name, value in kwargs.items()
     }
     given = {id(t) for t in tree_leaves((plain_args, plain_kwargs)) if isinstance(t, Tensor)}
@@ -94,7 +111,7 @@ def read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return leaf
 
     out = tree_map_only(Tensor, returned, out)
-    if is_view and all(isinstance(t, GroupedTensorWithMaster) for t in tree_leaves(out)):
+    if is_view and all(isinstance(t, HandledTensor) for t in tree_leaves(out)):
         return return_and_correct_aliasing(func, args, kwargs, out)
     return out
 
@@ -136,7 +153,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
         infos = ((a.name, a.alias_info) for a in func._schema.arguments)
         given = {name: given[name] for name, info in infos if info and info.is_write}
     leaves = tree_leaves(given)
-    return list({id(t): t for t in leaves if isinstance(t, GroupedTensorWithMaster)}.values())
+    return list({id(t): t for t in leaves if isinstance(t, HandledTensor)}.values())
 
 
 def _writes_unsaid(func: Any) -> bool:
@@ -147,16 +164,16 @@ def _writes_unsaid(func: Any) -> bool:
     return func.namespace == "c10d" and func is not torch.ops.c10d.send.default
 
 
-def _view_of(t: GroupedTensorWithMaster, numbers: Tensor) -> GroupedTensorWithMaster:
+def _view_of(t: Any, numbers: Tensor) -> Any:
     """A view of t's numbers, with the quantized numbers of the experts that it lies in."""
     if not stores(t.recipe.weight):  # a function's need not have one part for each expert
-        return of_parts(t.master, t.parts, t.recipe, numbers, t.has_memory)
+        return t._of_parts(t.master, t.parts, t.recipe, numbers, t.has_memory)
     master, parts = whole = t.whole or (t.master, t.parts)
     experts = _experts_of(master, numbers)
     with views_of(t):
         if experts is not ...:
             master, parts = master[experts], parts.each(lambda part: part[experts])
-        out = of_parts(master, parts, t.recipe, numbers, t.has_memory)
+        out = t._of_parts(master, parts, t.recipe, numbers, t.has_memory)
     if experts is not ...:
         out.whole = whole
     return out
@@ -194,7 +211,7 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(t.numbers, **kwargs)
     parts = t.parts.each(lambda part: part.clone())
     master = func(t.numbers, memory_format=torch.contiguous_format)
-    return of_parts(master, parts, t.recipe)
+    return t._of_parts(master, parts, t.recipe)
 
 
 @handles(aten._to_copy.default)
@@ -211,7 +228,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if dtype != t.dtype:
         return t.of(master)
     parts = t.parts.each(lambda part: func(part, **to))
-    return of_parts(master, parts, t.recipe)
+    return t._of_parts(master, parts, t.recipe)
 
 
 @handles(aten.empty_like.default)
@@ -230,7 +247,7 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     for part in parts:  # NaN until the weight is drawn or loaded
         if part is not None and part.dtype == torch.float32:
             part.fill_(torch.nan)
-    return of_parts(func(t.numbers, **kwargs), parts, t.recipe)
+    return t._of_parts(func(t.numbers, **kwargs), parts, t.recipe)
 
 
 @handles(aten.new_zeros.default)
@@ -267,7 +284,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _alike(to: Any, source: Any) -> bool:
-    weights = [t for t in (to, source) if isinstance(t, GroupedTensorWithMaster) and t.is_whole]
+    weights = [t for t in (to, source) if isinstance(t, HandledTensor) and t.is_whole]
     facts = {(t.recipe, t.dtype, t.shape, t.q_t is None) for t in weights}
     return len(weights) == 2 and len(facts) == 1
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from grouped_linear.recipes import Recipe
+from grouped_linear.recipes import Float8BlockScaling, Recipe
 from grouped_linear.recipes.recipe import UNQUANTIZED
 from grouped_linear.recipes.weight import QuantizedWeight
 
@@ -40,6 +40,11 @@ def is_dtensor(t: Any) -> bool:
 def local_part(t: Any) -> Any:
     """The part of a DTensor that this process has; another tensor, or None, as it is."""
     return t.to_local() if is_dtensor(t) else t
+
+
+def recipe_for(recipe: Recipe | None, weights: Weights) -> Recipe | None:
+    """The recipe of weights that are kept so: Float8BlockScaling if they need one and none is."""
+    return Float8BlockScaling() if recipe is None and weights in ("both", "fp8") else recipe
 
 
 def check_weights_kept(

@@ -6,7 +6,7 @@ E experts, K in_features, N out_features.
 
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import E4M3, Rules
 from grouped_linear.quantized.gathered import GatheredWeight, views_of
+from grouped_linear.quantized.master_dispatch import HandledTensor
 from grouped_linear.recipes import Float8BlockScaling, Float8CurrentScaling, Format, Recipe
 from grouped_linear.recipes.weight import (
     QuantizedWeight,
@@ -25,13 +26,6 @@ from grouped_linear.recipes.weight import (
 
 aten = torch.ops.aten
 
-#: ``handler(overload, args, kwargs)`` is called in place of an overload that has a
-#: GroupedTensorWithMaster among its arguments.
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
-#: By overload. The entry of None has the three rules, for every overload without another entry.
-HANDLERS: dict[Any, Handler] = {}
-
 #: The tensors that it holds. Q and scale come first, as GEMMs read them.
 _TENSORS = ("q", "scale", "q_t", "master", "numbers")
 #: The recipes that files have by name and options, so that they name no modules.
@@ -39,7 +33,7 @@ _PICKLED_BY_NAME = {cls.__name__: cls for cls in (Float8BlockScaling, Float8Curr
 _OWN_ATTRIBUTES = (*_TENSORS, "recipe", "has_memory", "whole", "is_part")
 
 
-class GroupedTensorWithMaster(Tensor):
+class GroupedTensorWithMaster(HandledTensor):
     """Experts' weights in high precision, with the FP8 numbers that GEMMs read beside them.
 
     In every operation of torch it behaves as a plain tensor of its high-precision numbers,
@@ -85,9 +79,6 @@ class GroupedTensorWithMaster(Tensor):
     whole: tuple[Tensor, QuantizedWeight] | None = None
     # Whether split or chunk returned it; empty_like is then of this class too.
     is_part: bool = False
-
-    # Operations are intercepted below autograd, in __torch_dispatch__, and only there.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -387,12 +378,6 @@ class GroupedTensorWithMaster(Tensor):
             "attributes": self._attributes(),
         }
         return _rebuild, (state,)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return HANDLERS.get(func, HANDLERS[None])(func, args, kwargs or {})
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any

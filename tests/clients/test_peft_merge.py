@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """PEFT's merge of adapters into experts' weights, and its refusal where these are in FP8."""
 
-import os
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from grouped_linear import Float8BlockScaling, GroupedMLP, convert
-from support.commands import run
 from support.compare import assert_same_bits, bits
-from support.documents import ROOT
 
 pytest.importorskip("peft")
 import peft
 
-from grouped_linear.integrations.peft import ParamWrapper
+from grouped_linear.integrations.peft import ParamWrapper, use_grouped_adapters
 from support.adapters import (
     assert_close,
     config_of,
@@ -102,19 +97,12 @@ def test_weights_in_fp8_stay() -> None:
     assert torch.equal(logits(later), merged)
 
 
-def test_frozen_weights_stay_under_peft_alone() -> None:
-    """Without use_grouped_adapters, where its safe merge would add to bytes."""
-    model = model_of()
-    convert(model, weights="fp8")
-    model = of_peft(model)
-    assert_stays(model, IN_FP8)
-
-
 def test_mixed_models_stay() -> None:
     """Of linear layers as well, which PEFT merges first."""
     model = model_of()
     convert(model, weights="fp8")
     model = peft.get_peft_model(model, config_of(), mixed=True)
+    use_grouped_adapters(model)
     randomize(model)
     before = {name: bits(t).clone() for name, t in model.state_dict().items()}
     for merge in (model.base_model.merge_adapter, model.merge_and_unload):
@@ -124,17 +112,39 @@ def test_mixed_models_stay() -> None:
         assert_same_bits(bits(t), before[name])
 
 
-def test_frozen_layers_stay_under_peft() -> None:
-    """Adapters that stand before the weights are frozen, and a layer of this package."""
-    layer = GroupedMLP(2, 32, 32, recipe=Float8BlockScaling(), weights="fp8")
-    model = torch.nn.ModuleDict({"experts": layer})
+@pytest.mark.parametrize("safe_merge", [False, True])
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_bytes_refuse_merges_of_peft_alone(weights: Any, safe_merge: bool, mixed: bool) -> None:
+    """Its own wrapper, around a layer or converted experts that it does not know."""
+    refused = r"result type \w+ can't be cast to the desired output type Byte|stay as they are"
+    layer: Any = GroupedMLP(2, 32, 32, weights=weights)
+    model: Any = torch.nn.ModuleDict({"experts": layer})
     config = config_of(["experts.down_proj"], target_modules=[])
-    model = peft.get_peft_model(model, config)
-    before = layer.down_proj.clone()
-    for merge in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(ValueError, match=IN_FP8):
-            merge(safe_merge=True)
-    assert torch.equal(layer.down_proj, before)
+    model = peft.get_peft_model(model, config, mixed=mixed)
+    randomize(model)
+    before = {name: p.clone() for name, p in layer.named_parameters()}
+    for merge in (model.base_model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(RuntimeError, match=refused):
+            merge(
+                **(
+                    {}
+                    if mixed and merge == model.base_model.merge_adapter
+                    else {"safe_merge": safe_merge}
+                )
+            )
+    for name, p in layer.named_parameters():
+        assert_same_bits(p, before[name])
+    model = of_peft(model_of())
+    experts = model.model.model.layers[0].mlp.experts
+    convert(experts.get_base_layer(), weights=weights)  # which does not see PEFT's wrapper
+    kept = experts.get_base_layer()
+    before = {name: p.clone() for name, p in kept.named_parameters()}
+    for merge in (model.merge_adapter, experts.merge, model.merge_and_unload):
+        with pytest.raises(RuntimeError, match=refused):
+            merge(safe_merge=safe_merge)
+    for name, p in kept.named_parameters():
+        assert_same_bits(p, before[name])
 
 
 def test_a_module_that_names_something_else_frozen_is_merged() -> None:
@@ -146,55 +156,6 @@ def test_a_module_that_names_something_else_frozen_is_merged() -> None:
     randomize(model)
     before = layer.weight.clone()
     assert not torch.equal(model.merge_and_unload()["layer"].weight, before)
-
-
-ALONE = """
-import peft
-from torch.nn.init import normal_
-
-from grouped_linear import convert
-from support.hugging_face import tiny
-
-peft.__version__ = "0.20.0"  # use_grouped_adapters takes newer ones
-model = tiny("mixtral")
-parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-adapted = peft.get_peft_model(model, peft.LoraConfig(target_parameters=parameters))
-for name, p in adapted.named_parameters():
-    if ".lora_" in name:
-        normal_(p)
-convert(model.model.layers[0].mlp.experts.get_base_layer(), weights="fp8")
-try:
-    adapted.merge_adapter(safe_merge=True)
-except ValueError as error:
-    print(error)
-"""
-
-
-LATER = """
-import sys
-
-import torch
-from grouped_linear import GroupedMLP
-
-model = torch.nn.ModuleDict({"experts": GroupedMLP(2, 32, 32, weights="mxfp4")})
-assert "peft" not in sys.modules
-import peft
-
-config = peft.LoraConfig(target_modules=[], target_parameters=["experts.down_proj"])
-adapted = peft.get_peft_model(model, config)
-try:
-    adapted.merge_and_unload(safe_merge=True)
-except ValueError as error:
-    print(error)
-"""
-
-
-@pytest.mark.parametrize("script", [ALONE, LATER], ids=["converted alone", "PEFT imported later"])
-def test_weights_that_peft_did_not_see_get_frozen_stay(script: str) -> None:
-    """convert does not see a wrapper around the module that it gets; of an older PEFT, too."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
-    said = run([sys.executable, "-c", script], check=True, env=env).stdout
-    assert re.search(IN_FP8.replace("FP8", "(FP8|MXFP4)"), said)
 
 
 @pytest.mark.parametrize("weights", [None, "fp8"])
