@@ -9,12 +9,20 @@ It never fails: the numbers are for whoever adds or removes something.
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MOST_PARAMETERS = 8
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+KERNELS = {".h", ".cpp", ".cu", ".cuh", ".inc", ".pyi"}
+#: What is no engine, by its folder or file; the first that fits.
+PARTS: dict[str, Callable[[Path], bool]] = {
+    "contrib": lambda path: "contrib" in path.parts,
+    "formats": lambda path: "integrations" in path.parts and path.name in FORMATS,
+    "integrations": lambda path: "integrations" in path.parts,
+}
+FORMATS = {"fp8_checkpoint.py", "mxfp4.py"}
 RECIPES = {"DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling"}
 
 
@@ -74,7 +82,15 @@ def counts() -> Iterator[tuple[str, object]]:
             long[f"{place} {node.name}"] = parameters(node)
         elif ROOT / "custom_ops" / "recipes" not in path.parents and asks_about_a_format(node):
             asked[place] = path.read_text().splitlines()[node.lineno - 1].strip()
+    by_part: dict[str, list[Path]] = {name: [] for name in ("engine", *PARTS)}
+    for path in package:
+        inside = (name for name, within in PARTS.items() if within(path.relative_to(ROOT)))
+        by_part[next(inside, "engine")].append(path)
+    for name, paths in by_part.items():
+        yield f"lines of Python, {name}", lines(paths)
+        yield f"modules, {name}", sum(path.name != "__init__.py" for path in paths)
     yield "lines of custom_ops and meta_kernels", lines(package)
+    yield "lines of csrc", lines([p for p in (ROOT / "csrc").rglob("*") if p.suffix in KERNELS])
     yield "classes", sum(isinstance(node, ast.ClassDef) for _, node in every)
     yield "public names", public_names()
     yield f"functions with more than {MOST_PARAMETERS} parameters", len(long)

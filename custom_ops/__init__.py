@@ -20,7 +20,6 @@ from grouped_linear import loading as loading  # first: it registers the ops  # 
 from grouped_linear import meta_kernels as meta_kernels  # their fakes  # isort: skip
 from grouped_linear import ops  # isort: skip
 from grouped_linear import te as te
-from grouped_linear.integrations import spmd as spmd
 from grouped_linear.integrations.convert import convert
 from grouped_linear.nn.functional import grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp, grouped_mlp_sorted

@@ -227,7 +227,7 @@ def test_compare_experts_in_one_module(name: str, compiled: bool) -> None:
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert_same_bits(p.grad, q.grad)
     whole = {(d.layer, d.tensor): d.difference for d in found.differences if d[1] == "all"}
-    tensors = ("output", "x", "w1", "w2", "w3")
+    tensors = ("output", "x", "w1_EFD", "w2_EDF", "w3_EFD")
     assert set(whole) == {(f"layers.{i}", t) for i in range(2) for t in tensors}
     assert all(0.01 < d < 0.15 for d in whole.values())
     if roles:

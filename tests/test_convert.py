@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in one module, as torchtitan's, before and after convert: the same results.
+"""convert, the one call: what it recognises, what it says of the rest, and weights in FP8.
 
 T tokens, E experts, H features of a token, F features of an expert.
 """
 
-import inspect
-import io
+import importlib
+import pickle
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -14,484 +15,592 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.nn.functional import gelu, grouped_mm
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize, prune
+from transformers import FineGrainedFP8Config
 
 from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
-    GroupedMLP,
-    Recipe,
+    Float8CurrentScaling,
     convert,
 )
-from grouped_linear.integrations.conversion import ConvertedExperts
-from support.compare import assert_all_same_bits, assert_same_bits, assert_same_tensors
-from support.devices import DEVICES
+from grouped_linear.contrib import check_batch_invariant, compare, watch
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
+from support.compare import assert_same_bits, assert_same_tensors
+from support.documents import models
 from support.errors import sentence
-from support.experts import FusedExperts, GroupedExperts, one_by_one
-from support.processes import PROCESSES, Checks, Passes
-from support.recipes import MORE_RECIPES
-from support.tensors import BF16, DTYPES, FP32
+from support.experts import Expert, GroupedExperts
+from support.fresh import assert_fresh
+from support.hugging_face import AnyConfig, tiny
+from support.tensors import BF16
+from support.versions import skipping_for_old_transformers
 
-T, E, H, F = 50, 4, 32, 48
+with skipping_for_old_transformers():
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+T, E, H, F = 20, 4, 32, 48
+SIZES = {"num_hidden_layers": 2, "num_local_experts": E}
 
 
-class SuffixedExperts(nn.Module):
-    """With those of 2026-05."""
+def mixtral(device: str = "cpu", **sizes: int) -> Any:
+    return tiny("mixtral", **SIZES | sizes).to(device, BF16)
+
+
+def gpt_oss() -> Any:
+    config = {"layer_types": ["full_attention"] * 2, "rope_parameters": {"rope_type": "default"}}
+    return tiny("gpt_oss", **SIZES, **config).to(BF16)
+
+
+def logits(model: Any) -> Tensor:
+    device = next(model.parameters()).device
+    return model(torch.arange(24, device=device).view(2, 12)).logits
+
+
+class Block(nn.Module):
+    def __init__(self, expert: Callable[[], nn.Module] = Expert) -> None:
+        super().__init__()
+        self.router = nn.Linear(H, E)
+        self.experts = nn.ModuleList(expert() for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = self.router(x).argmax(dim=-1)
+        return torch.stack([self.experts[e](row) for e, row in zip(best, x, strict=True)])
+
+
+class StrangeExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(E, H, F))
+        self.down = nn.Parameter(torch.randn(E, F, H))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        return torch.stack(
+            [row @ self.up[e] @ self.down[e] for row, e in zip(x, chosen, strict=True)]
+        )
+
+
+COUNTS = torch.tensor([7, 0, 9, 4])
+
+
+def everything() -> nn.Module:
+    parts = {
+        "mixtral": mixtral(),
+        "moe": GroupedExperts(E, H, F),
+        "odd": nn.ModuleList([StrangeExperts(), StrangeExperts()]),
+    }
+    return nn.ModuleDict(parts)
+
+
+def test_a_model_of_every_form() -> None:
+    model, x = everything(), torch.randn(T, H)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "mixtral": lambda: logits(model["mixtral"]).float(),
+        "moe": lambda: model["moe"](x, COUNTS),
+        "odd": lambda: model["odd"][1](x, torch.arange(T) % E),
+    }
+    expected = {name: call().detach() for name, call in calls.items()}
+    done = convert(model)
+    assert [one.name for one in done.converted] == [
+        "mixtral.model.layers.0.mlp.experts",
+        "mixtral.model.layers.1.mlp.experts",
+        "moe",
+    ]
+    assert list(done.skipped) == ["odd.0", "odd.1"]
+    assert str(done) == repr(done)
+    assert_expected_inline(
+        str(done),
+        """\
+module                              modules  form            experts  parameters  weights
+mixtral.model.layers.*.mlp.experts        2  MixtralExperts        4      36,864  bfloat16, 73.73 kB
+moe                                       1  grouped SwiGLU        4      18,432  float32, 73.73 kB
+recipe: None
+skipped: odd.* (no known form has parameters up, down and is called as (x, chosen); 2 of them)""",
+    )
+    for name, call in calls.items():
+        y = call()
+        assert (y - expected[name]).norm() < 2.0**-6 * expected[name].norm(), name
+
+
+def test_a_module_by_itself() -> None:
+    experts = mixtral().model.layers[0].mlp.experts
+    [one] = convert(experts, Float8BlockScaling()).converted
+    assert (one.name, one.form) == ("", "MixtralExperts")
+    assert "(the model)" in str(convert(experts))
+
+
+def test_recipes_side_by_side_and_one_after_another() -> None:
+    first, second = mixtral(), mixtral()
+    second.load_state_dict(first.state_dict())
+    convert(first, Float8BlockScaling())
+    convert(second)
+    assert not torch.equal(logits(first), logits(second))
+    convert(first)
+    assert_same_bits(logits(first), logits(second))
+
+
+# --- what is skipped -----------------------------------------------------------------------------
+
+
+class LibraryConfig(AnyConfig):
+    SIZES = (
+        (r"ffn_act_fn", {"name": "silu"}),
+        (r"dropout", 0.0),
+        (r"^d_model$|^d_ff$", 32),
+        *AnyConfig.SIZES,
+    )
+
+
+def of_library(name: str) -> nn.Module:
+    """Experts of transformers that do not go through its interface."""
+    where, cls = name.split(".")
+    module = importlib.import_module(f"transformers.models.{where}.modeling_{where}")
+    config = LibraryConfig()
+    arguments = {"JetMoeParallelExperts": (E, H, F), "NllbMoeExperts": (config, F)}
+    with torch.device("meta"):
+        return getattr(module, cls)(*arguments.get(cls, (config,)))
+
+
+OF_LIBRARY = {
+    "dbrx.DbrxExperts": "experts.mlp (DbrxExpertGLU",
+    "jetmoe.JetMoeParallelExperts": "experts (JetMoeParallelExperts",
+    "llama4.Llama4TextExperts": "experts (Llama4TextExperts",
+    "longcat_flash.LongcatFlashExperts": "experts (LongcatFlashExperts",
+    "nllb_moe.NllbMoeExperts": "experts (NllbMoeExperts",
+    "step3p7.Step3p7Experts": "experts (Step3p7Experts",
+    "switch_transformers.SwitchTransformersExperts": "experts (SwitchTransformersExperts",
+}
+
+
+@pytest.mark.parametrize("name", OF_LIBRARY)
+def test_experts_of_the_library_without_its_interface(name: str) -> None:
+    model = nn.ModuleDict({"experts": of_library(name), "lm_head": nn.Linear(H, 8)})
+    assert sentence(lambda: convert(model)) == (
+        "convert: ModuleDict has no experts of a form that is known, and these look like experts: "
+        f"{OF_LIBRARY[name]} does not go through transformers' experts interface: give the class a "
+        "forward that calls grouped_mlp or grouped_linear)"
+    )
+
+
+def test_the_page_of_models_has_them() -> None:
+    assert models()[1].keys() == {name.split(".")[0] for name in OF_LIBRARY}
+
+
+class OneWeight(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+
+
+class RoutedExperts(nn.Module):
+    """As torchtitan's is to be: https://github.com/pytorch/torchtitan/pull/4539."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.w1_EFD = nn.Parameter(torch.randn(E, F, H) / H**0.5)
-        self.w2_EDF = nn.Parameter(torch.randn(E, H, F) / F**0.5)
-        self.w3_EFD = nn.Parameter(torch.randn(E, F, H) / H**0.5)
+        self.w13, self.w2 = OneWeight(E, 2, F, H), OneWeight(E, H, F)
 
-    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        weights = self.w1_EFD, self.w3_EFD, self.w2_EDF
-        return one_by_one(x_RD, num_tokens_per_expert_E, *weights)
+    def forward(
+        self,
+        x_TD: Tensor,
+        topk_scores_TK: Tensor,
+        topk_expert_ids_TK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> Tensor:
+        return x_TD
 
 
-class GptOssExperts(nn.Module):
-    """As torchtitan's, with a SwiGLU of its own between matrices that have biases."""
+SKIPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a list": (
+        Block,
+        "experts (a ModuleList of Expert: GroupedMLP.from_experts and GroupedLinear.from_linears "
+        "make layers of such)",
+    ),
+    "a dict": (
+        lambda: nn.ModuleDict(
+            {"experts": nn.ModuleDict({"a": nn.Linear(H, F), "b": nn.Linear(H, F)})}
+        ),
+        "experts (a ModuleDict of Linear: GroupedMLP.from_experts and GroupedLinear.from_linears "
+        "make layers of such)",
+    ),
+    "torchtitan after 0.3.0": (
+        RoutedExperts,
+        "(the model) (no known form has parameters w13.weight, w2.weight and is called as (x_TD, "
+        "topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E))",
+    ),
+    "other parameters": (
+        StrangeExperts,
+        "(the model) (no known form has parameters up, down and is called as (x, chosen))",
+    ),
+}
 
-    def __init__(self, F: int = F) -> None:
-        super().__init__()
-        self.swiglu_limit = 7.0
-        self.mlp1_weight_EGD = nn.Parameter(torch.randn(E, 2 * F, H) / H**0.5)
-        self.mlp1_bias_EG = nn.Parameter(torch.randn(E, 2 * F))
-        self.mlp2_weight_EDF = nn.Parameter(torch.randn(E, H, F) / F**0.5)
-        self.mlp2_bias_ED = nn.Parameter(torch.randn(E, H))
 
-    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        offs = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
-        rows = num_tokens_per_expert_E.long()
-        bias1, bias2 = (
-            b.to(BF16).repeat_interleave(rows, dim=0)
-            for b in (self.mlp1_bias_EG, self.mlp2_bias_ED)
+@pytest.mark.parametrize("kind", SKIPPED)
+def test_what_looks_like_experts(kind: str) -> None:
+    make, skipped = SKIPPED[kind]
+    model = make()
+    name = type(model).__name__
+    assert sentence(lambda: convert(model)) == (
+        f"convert: {name} has no experts of a form that is known, and these look like experts: "
+        f"{skipped}"
+    )
+
+
+def test_what_does_not() -> None:
+    """Layers, heads, convolutions and gates of shared experts, among others."""
+    parts = {
+        "layers": nn.ModuleList(nn.TransformerEncoderLayer(H, 2, F) for _ in range(2)),
+        "shared_expert": Expert(),
+        "shared_expert_gate": nn.Linear(H, 1),
+        "expert_embedding": nn.Embedding(4, H),
+        "conv": nn.Conv1d(H, H, 3),
+        "lstm": nn.LSTM(H, H),
+    }
+    assert sentence(lambda: convert(nn.ModuleDict(parts))) == (
+        "convert: ModuleDict has no experts of a form that is known: help(grouped_linear.convert) "
+        "names the forms, and what makes a layer of a list"
+    )
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+# A model of every form but for one mistake, which is met at its very end: what is refused, and how.
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "weights": (
+        GroupedExperts,
+        {"weights": "int8"},
+        "weights must be None, 'both', 'fp8' or 'mxfp4', got 'int8'",
+    ),
+    "recipe of weights": (
+        GroupedExperts,
+        {"weights": "fp8", "recipe": Float8CurrentScaling()},
+        f"weights='fp8' needs the recipe Float8BlockScaling, got {Float8CurrentScaling()!r}",
+    ),
+    "state": (
+        mixtral,
+        {"recipe": DelayedScaling(), "weights": None},
+        "DelayedScaling has a state in each layer, and an experts implementation is a "
+        "function: choose a recipe without state",
+    ),
+    "features of Hugging Face experts": (
+        lambda: mixtral(intermediate_size=72),
+        {},
+        "last.model.layers.0.mlp.experts: down_proj is [4, 32, 72], and kernels take in_features "
+        "and out_features that are positive multiples of 16",
+    ),
+    "dtype in one module": (
+        lambda: GroupedExperts(E, H, F).double(),
+        {},
+        "last: w1_EFD must be bfloat16, float16 or float32, got float64",
+    ),
+    "number of experts": (
+        lambda: GroupedExperts(1025, H, 16),
+        {},
+        "last: w1_EFD is [1025, 16, 32], and kernels take 1 to 1024 experts",
+    ),
+    "on the meta device, in both precisions": (
+        lambda: mixtral("meta"),
+        {"weights": "both"},
+        "last.model.layers.0.mlp.experts: gate_up_proj is on the meta device: convert with "
+        "weights='both' a model that is loaded, before it is sharded",
+    ),
+    "a checkpoint in FP8": (
+        lambda: replace_with_fp8_linear(mixtral(), quantization_config=FineGrainedFP8Config()),
+        {"recipe": Float8BlockScaling()},
+        "last.model.layers.0.mlp.experts: experts in FP8 must be float8_e4m3fn with scales "
+        "[4, 1, 1] in float32 or float8_e8m0fnu and dynamic activations, got gate_up_proj "
+        "float8_e4m3fn with float32 scales [4, 2, 1] and dynamic activations: load the checkpoint "
+        "with FineGrainedFP8Config(dequantize=True)",
+    ),
+}
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """All that a conversion changes: classes, parameters and what they hold, configurations."""
+    modules = [
+        (module, type(module), [*module._parameters.items()], [*module._modules.items()])
+        for module in model.modules()
+    ]
+    configs = [m.config for m in model.modules() if hasattr(m, "config")]
+    conversions = [getattr(m, "_weight_conversions", None) for m in model.modules()]
+    learning = [p.requires_grad for p in model.parameters()]
+    return [
+        [[id(part) for part in one[:2]] + [str(one[3])] for one in modules],
+        [[(n, id(p)) for n, p in one[2]] for one in modules],
+        [(id(config), config._experts_implementation) for config in configs],
+        conversions,
+        learning,
+    ]
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_refused_leaves_everything_as_it_was(kind: str, weights: str | None) -> None:
+    make, options, expected = REFUSED[kind]
+    model = nn.ModuleDict({**everything(), "last": make()})
+    before = state_of(model)
+    how = {"weights": weights, **options}
+    assert sentence(lambda: convert(model, **how)) == f"convert: {expected}"
+    assert state_of(model) == before
+
+
+def test_what_is_no_model_and_no_option() -> None:
+    said = [sentence(lambda m=m: convert(m), TypeError) for m in (None, Block, [Block()])]
+    wrong: Any = {"weigths": "fp8"}
+    unknown = sentence(lambda: convert(Block(), **wrong), TypeError)  # from 3.13 on with a proposal
+    assert unknown.startswith("convert() got an unexpected keyword argument 'weigths'")
+    wrong = {"save_gate_up_in_fp8": 1}
+    said.append(sentence(lambda: convert(Block(), **wrong)))
+    for look in (watch, check_batch_invariant, partial(compare, step=print)):
+        said.append(sentence(lambda look=look: look(Block), TypeError))
+    assert_expected_inline(
+        "\n".join(said),
+        """\
+convert: model must be a torch.nn.Module, got None
+convert: model must be a torch.nn.Module, got the class Block: make a model of it
+convert: model must be a torch.nn.Module, got a list
+convert: save_gate_up_in_fp8 must be True or False, got 1
+watch: model must be a torch.nn.Module, got the class Block: make a model of it
+check_batch_invariant: model must be a torch.nn.Module, got the class Block: make a model of it
+compare: model must be a torch.nn.Module, got the class Block: make a model of it""",
+    )
+
+
+# --- weights in FP8 ------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_in_fp8() -> None:
+    model = mixtral(intermediate_size=128, moe_intermediate_size=128)
+    in_fp8 = replace_with_fp8_linear(model, quantization_config=FineGrainedFP8Config())
+    done = convert(in_fp8, Float8BlockScaling())
+    assert {one.weights for one in done.converted} == {"FP8 as loaded"}
+    loaded = in_fp8.to_empty(device="cpu")
+    for p in loaded.parameters():
+        p.data = torch.rand(p.shape).to(p.dtype)
+    experts = loaded.model.layers[0].mlp.experts
+    before = deepcopy(experts.state_dict())
+    x, chosen, scores = torch.randn(6, H), torch.tensor([[0, 1]] * 6), torch.rand(6, 2)
+    y = experts(x, chosen, scores)
+    for _ in range(2):
+        done = convert(loaded, Float8BlockScaling(), weights="fp8")
+        assert {one.weights for one in done.converted} == {"FP8"}
+    for copied in (experts, deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+        after = copied.state_dict()
+        assert_same_tensors(after, before)
+        copied.load_state_dict(before)
+        assert_same_bits(copied(x, chosen, scores), y)
+
+
+def one_step(model: nn.Module, call: Callable[[], Tensor], optimizer: Any) -> dict[str, Tensor]:
+    """How far a step of an optimizer moves each parameter."""
+    before = {name: p.detach().double() for name, p in model.named_parameters()}
+    call().square().mean().backward()
+    optimizer.step()
+    return {n: (p.detach().double() - before[n]).abs().max() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+@pytest.mark.parametrize("form", ["hugging face", "one module"])
+@pytest.mark.parametrize("weights", [None, "both"])
+def test_an_older_optimizer_steps_what_stays(weights: Any, form: str, fused: bool) -> None:
+    hugging_face = form == "hugging face"
+    model: Any = mixtral() if hugging_face else GroupedExperts(E, H, F)
+    x = torch.randn(T, H)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    done = convert(model, Float8BlockScaling(), weights=weights)
+    assert repr(done).startswith("module ")
+    moved = one_step(
+        model, (lambda: logits(model)) if hugging_face else lambda: model(x, COUNTS), optimizer
+    )
+    experts = [n for n, p in model.named_parameters() if p.dim() == 3]
+    assert len(experts) == (4 if hugging_face else 3)
+    assert all(moved[name] > 0.01 for name in experts)
+
+
+@pytest.mark.parametrize("form", ["hugging face", "one module"])
+def test_frozen_weights_in_both_precisions_stay_frozen(form: str) -> None:
+    model: Any = mixtral() if form == "hugging face" else GroupedExperts(E, H, F)
+    [name, *_] = [n for n, p in model.named_parameters() if p.dim() == 3]
+    model.get_parameter(name).requires_grad_(False)
+    convert(model, Float8BlockScaling(), weights="both")
+    assert isinstance(model.get_parameter(name), GroupedTensorWithMaster)
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == [name]
+
+
+def test_converted_again_to_both_precisions() -> None:
+    """Quantized as the later call says, from high-precision numbers."""
+    recipe = Float8BlockScaling(power_of_two_scales=False)
+    model = mixtral()
+    convert(model, Float8BlockScaling(), weights="both")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    convert(model, recipe, weights="both")
+    for w in (p for p in model.parameters() if p.dim() == 3):
+        assert any(w is p for p in optimizer.param_groups[0]["params"])
+        assert type(w.master) is Tensor
+        assert w.recipe == recipe
+        assert_fresh(w)
+
+
+@pytest.mark.parametrize("weights", ["both", "fp8"])
+@pytest.mark.parametrize("why", ["weak reference", "graph"])
+def test_warns_of_an_optimizer_that_would_step_nothing(why: str, weights: Any) -> None:
+    """Torch exchanges a tensor for another only where nothing but Python holds it."""
+    model = mixtral()
+    p = model.model.layers[0].mlp.experts.down_proj
+    held: Any = weakref.ref(p) if why == "weak reference" else logits(model)
+    kept = [p, torch.optim.AdamW(model.parameters())]
+    number = 1 if why == "weak reference" and weights == "both" else 4
+    with pytest.warns(UserWarning, match=f"^convert: {number} parameters were replaced") as warned:
+        convert(model, Float8BlockScaling(), weights=weights)
+    assert [Path(one.filename).name for one in warned] == ["test_convert.py"]
+    assert p is not model.model.layers[0].mlp.experts.down_proj
+    del held, kept
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+@pytest.mark.parametrize("form", ["hugging face", "one module"])
+def test_what_hangs_on_a_parameter_stays(form: str, swapped: bool) -> None:
+    model: Any = mixtral() if form == "hugging face" else GroupedExperts(E, H, F)
+    name, p = next((n, p) for n, p in model.named_parameters() if p.dim() == 3)
+    p.allreduce, p.grad = False, torch.ones_like(p)
+    held = None if swapped else weakref.ref(p)
+    grad = p.grad
+    del p
+    convert(model, Float8BlockScaling(), weights="both")
+    p = model.get_parameter(name)
+    assert isinstance(p, GroupedTensorWithMaster)
+    assert p.grad is grad
+    assert p.allreduce is False
+    assert swapped or held() is None
+    if form == "hugging face":
+        convert(model, Float8BlockScaling(power_of_two_scales=False), weights="both")
+        assert model.get_parameter(name).allreduce is False
+
+
+@pytest.mark.parametrize("form", ["hugging face", "one module"])
+def test_attributes_of_a_frozen_parameter_stay(form: str) -> None:
+    model: Any = mixtral() if form == "hugging face" else GroupedExperts(E, H, F)
+    name, p = next((n, p) for n, p in model.named_parameters() if p.dim() == 3)
+    p.allreduce = False
+    del p
+    convert(model, weights="fp8")
+    assert model.get_parameter(name).dtype == torch.uint8
+    assert model.get_parameter(name).allreduce is False
+
+
+@pytest.mark.parametrize("form", ["hugging face", "one module"])
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_would_be_lost(hook: str, form: str) -> None:
+    """An optimizer in the backward is one."""
+    model: Any = mixtral() if form == "hugging face" else GroupedExperts(E, H, F)
+    name, p = [(n, p) for n, p in model.named_parameters() if p.dim() == 3][-1]
+    getattr(p, hook)(lambda _: None)
+    before, (where, _, weight) = state_of(model), name.rpartition(".")
+    for weights in ("both", "fp8"):
+        assert sentence(lambda w=weights: convert(model, weights=w)) == (
+            f"convert: {where or 'GroupedExperts'}: {weight} has hooks, which would be lost: "
+            "register them after convert"
         )
-        h = grouped_mm(x_RD.to(BF16), self.mlp1_weight_EGD.to(BF16).mT, offs=offs) + bias1
-        gate, up = h[:, 0::2].clamp(max=self.swiglu_limit), h[:, 1::2]
-        up = up.clamp(-self.swiglu_limit, self.swiglu_limit)
-        h = gate * (1.702 * gate).sigmoid() * (up + 1)
-        y = grouped_mm(h, self.mlp2_weight_EDF.to(BF16).mT, offs=offs) + bias2
-        return y.to(x_RD.dtype)
-
-
-class HalfSuffixedExperts(SuffixedExperts):
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        return super().forward(x, num_tokens_per_expert)
-
-
-class SizedExperts(GroupedExperts):
-    """Remembers a size, which is wrong for other parameters."""
-
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        return super().forward(x.view(7, -1, H), num_tokens_per_expert)
-
-
-class Sorted(nn.Module):
-    def __init__(self, experts: nn.Module) -> None:
-        super().__init__()
-        self.experts = experts
-
-    def forward(self, x: Tensor) -> Tensor:
-        counts = torch.tensor([16.0, 0.0, 32.0, 2.0], device=x.device)  # as histc gives them
-        return self.experts(x, counts)
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], ConvertedExperts]] = {
-    kind: (
-        lambda experts=experts: Sorted(experts()),
-        ConvertedExperts("1.experts", form, E, size, "grouped_linear"),
-    )
-    for kind, experts, form, size in (
-        ("grouped", GroupedExperts, "grouped SwiGLU", 3 * E * F * H),
-        ("suffixed", SuffixedExperts, "grouped SwiGLU", 3 * E * F * H),
-        ("fused", FusedExperts, "grouped SwiGLU, w13", 3 * E * F * H),
-        ("gpt_oss", GptOssExperts, "grouped SwiGLU of GPT-OSS", 3 * E * F * H + E * (2 * F + H)),
-    )
-}
-EVERY_MODEL = pytest.mark.parametrize("kind", MODELS)
-
-
-def run(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """The output and all gradients."""
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    y = model(x)
-    y.float().square().sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    return {"y": y.detach(), "dx": x.grad, **gradients}
-
-
-def check_near(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, e in expected.items():
-        assert (actual[name].double() - e.double()).norm() < tolerance * e.double().norm(), name
-
-
-def model_of(kind: str, device: str, dtype: torch.dtype = FP32) -> nn.Module:
-    return nn.Sequential(nn.Linear(H, H), MODELS[kind][0]()).to(device, dtype)
-
-
-@DEVICES
-@EVERY_MODEL
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_outputs_and_gradients(kind: str, dtype: torch.dtype, device: str) -> None:
-    model, x = model_of(kind, device, dtype), torch.randn(T, H, device=device, dtype=dtype)
-    expected = run(model, x)
-    before = torch.get_rng_state()
-    assert convert(model).converted == (MODELS[kind][1],)
-    assert torch.equal(torch.get_rng_state(), before)
-    check_near(run(model, x), expected, 2.0**-6)  # grouped_mm's experts round to bf16
-
-
-@DEVICES
-@EVERY_MODEL
-@pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
-def test_recipes(kind: str, recipe: Recipe | None, device: str) -> None:
-    """See test_mlp.py for the tolerance."""
-    model, x = model_of(kind, device, BF16), torch.randn(T, H, device=device, dtype=BF16)
-    expected = run(model, x)
-    convert(model, recipe)
-    check_near(run(model, x), expected, 0.25)
-
-
-@pytest.mark.parametrize("experts", [GroupedExperts, GptOssExperts])
-@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
-def test_frozen_weights(weights: Any, experts: Any) -> None:
-    """Those with biases, too: in FP8 the bits of weights that each call quantizes."""
-    model, x = Sorted(experts(F=64)), torch.randn(T, H)
-    plain = deepcopy(model)
-    convert(model, Float8BlockScaling(), weights=weights)
-    with torch.no_grad():
-        for name in model.experts._frozen if weights == "mxfp4" else ():
-            plain.experts.get_parameter(name).copy_(model.experts.dequantize(name))
-    convert(plain, Float8BlockScaling())
-    actual, expected = run(model, x), run(plain, x)
-    learn = [name for name, g in actual.items() if g is not None]
-    assert {"y", "dx"} <= {*learn}
-    for name in learn:
-        if weights == "fp8":
-            assert_same_bits(actual[name], expected[name])
-        else:  # of plain weights FP8 has 3 bits and one scale of 128 x 128
-            check_near({"": actual[name]}, {"": expected[name]}, 0.1)
-
-
-def test_gate_up_saved_in_fp8() -> None:
-    assert sentence(lambda: convert(model_of("grouped", "cpu"), save_gate_up_in_fp8=True)) == (
-        "convert: 1.experts: save_gate_up_in_fp8 is an option of Hugging Face experts"
-    )
-
-
-# "suffixed" differs from "grouped" in names alone.
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "suffixed"])
-def test_compiled_copied_and_saved(kind: str) -> None:
-    model, x = model_of(kind, "cpu"), torch.randn(T, H)
+    assert state_of(model) == before
     convert(model, Float8BlockScaling())
-    expected = run(model, x)
-    copied = deepcopy(model)
-    model[1].load_state_dict(copied[1].state_dict())
-    compiled = torch.compile(copied, fullgraph=True, backend="aot_eager")
-    assert_same_bits(compiled(x), expected["y"])
-    assert_same_tensors(run(copied, x), expected)
 
 
-@EVERY_MODEL
+@pytest.mark.parametrize("kind", ["parametrized", "pruned"])
+def test_weights_that_are_no_parameters(kind: str) -> None:
+    """Computed as they are, and not replaced; frozen bytes are not pruned."""
+    model = mixtral()
+    experts = model.model.layers[0].mlp.experts
+
+    def change() -> None:
+        if kind == "pruned":
+            prune.l1_unstructured(experts, "gate_up_proj", 0.5)
+        else:
+            parametrize.register_parametrization(experts, "gate_up_proj", nn.Identity())
+
+    change()
+    before = state_of(model)
+    for weights in ("both", "fp8", "mxfp4"):
+        assert sentence(lambda w=weights: convert(model, weights=w)) == (
+            "convert: model.layers.0.mlp.experts: gate_up_proj is parametrized or pruned, so it is "
+            "no parameter that weights= can replace: undo that before, or leave weights out"
+        )
+    assert state_of(model) == before
+    expected = logits(model)
+    assert "MixtralExperts" in repr(convert(model))
+    torch.testing.assert_close(logits(model), expected, rtol=0.02, atol=0.02)
+    model = mixtral()
+    convert(model, weights="fp8")
+    experts = model.model.layers[0].mlp.experts
+    change()
+    with pytest.raises((RuntimeError, ValueError), match="parametriz"):
+        logits(model)
+
+
 @pytest.mark.parametrize(
-    "recipe", [Float8BlockScaling(), DelayedScaling()], ids=["block", "delayed"]
+    ("options", "line"),
+    [
+        ({}, "bfloat16, 73.73 kB"),
+        ({"weights": "both"}, "both precisions, 147.5 kB"),
+        ({"weights": "fp8"}, "FP8, 36.93 kB, error 2."),
+    ],
 )
-def test_pickled(kind: str, recipe: Recipe | None) -> None:
-    model, x = model_of(kind, "cpu"), torch.randn(T, H)
-    name = convert(model, recipe).converted[0].name
-    expected, file = run(model, x), io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert type(loaded.get_submodule(name)) is type(model.get_submodule(name))
-    assert type(deepcopy(model).get_submodule(name)) is type(model.get_submodule(name))
-    assert_same_tensors(run(loaded, x), expected)
+def test_says_what_weights_it_made(options: dict[str, Any], line: str) -> None:
+    model = mixtral()
+    done = convert(model, Float8BlockScaling(), **options)
+    assert line in repr(done)
+    weights_of_experts = [p for p in model.parameters() if p.dim() == 3]
+    assert sum(one.nbytes for one in done.converted) == sum(w.nbytes for w in weights_of_experts)
 
 
-def test_copied_as_a_subclass() -> None:
-    """As FSDP2 makes one."""
-    experts = GroupedExperts()
-    convert(experts)
-    experts.__class__ = type("Sharded", (type(experts),), {})
-    assert type(deepcopy(experts)) is type(experts)
+class Quantized(Tensor):
+    """As torchao's tensors: the dtype is that of high precision, and operations are its own."""
+
+    @staticmethod
+    def __new__(cls, w: Tensor) -> "Quantized":
+        return Tensor._make_wrapper_subclass(cls, w.shape, dtype=w.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(str(func))
 
 
-@pytest.mark.parametrize("experts", [GroupedExperts, SuffixedExperts])
-def test_called_by_names(experts: type[nn.Module]) -> None:
-    converted, x, counts = experts(), torch.randn(T, H), torch.tensor([16, 0, 32, 2])
-    convert(converted)
-    _, *inputs = inspect.signature(experts.forward).parameters  # all but self
-    assert_same_bits(converted(**dict(zip(inputs, (x, counts), strict=True))), converted(x, counts))
-
-
-@EVERY_MODEL
-def test_on_the_meta_device(kind: str) -> None:
-    """As torchtitan does: make, convert, give memory, load."""
-    whole, x = model_of(kind, "cpu"), torch.randn(T, H)
-    convert(whole)
-    before = torch.get_rng_state()
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(H, H), MODELS[kind][0]())
-        assert convert(model).converted == (MODELS[kind][1],)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(p.is_meta for p in model.parameters())
-    model.to_empty(device="cpu").load_state_dict(whole.state_dict())
-    assert_same_tensors(run(model, x), run(whole, x))
-
-
-def test_first_scales_are_not_lost_on_the_meta_device() -> None:
-    assert sentence(lambda: convert(model_of("grouped", "meta"), DelayedScaling())) == (
-        "convert: 1.experts: the first scales of DelayedScaling would be lost on the meta device: "
-        "convert when parameters have values"
+@pytest.mark.parametrize("weights", [None, "both", "fp8", "mxfp4"])
+@pytest.mark.parametrize("form", ["hugging face", "one module"])
+def test_weights_of_another_library(form: str, weights: Any) -> None:
+    """tests/clients/test_torchao.py has torchao's own."""
+    model: Any = nn.ModuleDict({"a": GroupedExperts(E)})
+    if form == "hugging face":
+        model = mixtral(intermediate_size=64)
+    name, p = [(n, p) for n, p in model.named_parameters() if p.dim() == 3][-1]
+    where, _, weight = name.rpartition(".")
+    quantized = nn.Parameter(Quantized(p), requires_grad=False)
+    setattr(model.get_submodule(where), weight, quantized)
+    before = state_of(model)
+    assert sentence(lambda: convert(model, Float8BlockScaling(), weights=weights)) == (
+        f"convert: {where}: {weight} is a test_convert.Quantized, whose numbers no kernel here "
+        "reads: convert the model before its experts are quantized, and choose weights= for few "
+        "bits"
     )
+    assert state_of(model) == before
 
 
-def test_what_torchtitan_has_parallelized() -> None:
-    """Its forward, which sends tokens to other processes, is in the place of the experts'."""
-    model: Any = model_of("grouped", "cpu")
-    model[1].experts._parallelized = True
-    assert sentence(lambda: convert(model)) == (
-        "convert: 1.experts: torchtitan has parallelized it already: convert before"
-    )
+@pytest.mark.parametrize("form", ["hugging face", "one module"])
+def test_new_parameters_that_lose_their_memory(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As accelerate's init_empty_weights has it for a while."""
+    model: Any = mixtral() if form == "hugging face" else GroupedExperts(E, H, F)
+    register = nn.Module.register_parameter
 
+    def on_meta(module: nn.Module, name: str, p: nn.Parameter | None) -> None:
+        register(module, name, p if p is None else nn.Parameter(p.to("meta"), p.requires_grad))
 
-def test_what_is_converted_is_left_alone() -> None:
-    model = nn.Sequential(model_of("grouped", "cpu"), model_of("grouped", "cpu"))
-    convert(model[0], DelayedScaling())
-    first = type(model[0][1].experts)
-    assert [c.name for c in convert(model).converted] == ["1.1.experts"]
-    assert type(model[0][1].experts) is first
-    expected = "convert: experts of Sequential are converted already"
-    assert sentence(lambda: convert(model, Float8BlockScaling())) == expected
-
-
-MISTAKES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "our layers": (
-        lambda: nn.Sequential(GroupedMLP(2, H, F)),
-        "convert: Sequential has no experts of a form that is known: its layers are this "
-        "package's, which take recipe= when they are made",
-    ),
-    "names of two conventions": (
-        HalfSuffixedExperts,
-        "convert: HalfSuffixedExperts has no experts of a form that is known, and these look like "
-        "experts: (the model) (no known form has parameters w1_EFD, w2_EDF, w3_EFD and is called "
-        "as (x, num_tokens_per_expert))",
-    ),
-    "meta": (
-        lambda: SizedExperts().to("meta"),
-        "convert: SizedExperts: parameters are on the meta device, and small ones in their place "
-        "do not run: convert when they have values",
-    ),
-}
-
-
-def test_experts_that_do_not_run() -> None:
-    """With values of their own, so the error is theirs."""
-    with pytest.raises(RuntimeError, match="is invalid for input of size"):
-        convert(SizedExperts())
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(mistake: str) -> None:
-    make, expected = MISTAKES[mistake]
-    assert sentence(lambda: convert(make())) == expected
-
-
-def test_a_forward_that_would_hide_the_new_one() -> None:
-    model, x = Sorted(GroupedExperts()), torch.randn(T, H)
-    model.experts.forward = model.experts.forward
-    expected = model(x)
-    assert sentence(lambda: convert(model)) == (
-        "convert: experts has a forward of its own, which would hide the new one"
-    )
-    assert_same_bits(model(x), expected)
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_what_is_not_swiglu_is_refused(device: str) -> None:
-    """test_from_modules.py has more."""
-    model = nn.Sequential(Sorted(GroupedExperts(act=gelu))).to(device).eval()
-    refusal = r"^convert: 0.experts: experts do not compute down\(silu\(gate\(x\)\) \* up\(x\)\): "
-    with pytest.raises(ValueError, match=refusal):
-        convert(model)
-    assert type(model[0].experts) is GroupedExperts
-    assert not any(module.training for module in model.modules())
-
-
-def test_converted_in_inference_mode() -> None:
-    model = Sorted(GroupedExperts())
-    with torch.inference_mode():
-        convert(model, weights="both")
-    model(torch.randn(T, H)).sum().backward()
-    assert model.experts.w2.grad is not None
-
-
-# --- two processes -------------------------------------------------------------------------------
-
-COUNTS = [16, 0, 32, 2]
-
-
-def step(experts: Callable[..., Tensor], x: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    x = x.clone().requires_grad_()
-    y = experts(x, torch.tensor(counts))
-    y.square().sum().backward()
-    return y.detach(), x.grad
-
-
-def distribute(experts: nn.Module, mesh: DeviceMesh, dims: dict[str, int]) -> None:
-    """As torchtitan's expert and tensor parallelism do."""
-    for name, dim in dims.items():
-        whole = experts.get_parameter(name).detach()
-        sharded = distribute_tensor(whole, mesh, [Shard(dim)])
-        experts.register_parameter(name, nn.Parameter(sharded))
-
-
-def check_gradients(sharded: nn.Module, whole: nn.Module, rank: int, dims: dict[str, int]) -> None:
-    for name, dim in dims.items():
-        gradient = sharded.get_parameter(name).grad
-        assert isinstance(gradient, DTensor)
-        expected = whole.get_parameter(name).grad.chunk(PROCESSES, dim)[rank]
-        assert_same_bits(gradient.to_local(), expected)
-
-
-def both_processes() -> DeviceMesh:
-    return init_device_mesh("cpu", (PROCESSES,))
-
-
-def check_expert_parallel(recipe: Recipe | None, rank: int, directory: Path) -> None:
-    plain, dims = GroupedExperts(), {"w1": 0, "w2": 0, "w3": 0}
-    x = torch.randn(sum(COUNTS), H)
-    expected, _ = step(plain, x, COUNTS)
-    whole, sharded = deepcopy(plain), deepcopy(plain)
-    for experts in (whole, sharded):
-        convert(experts, recipe)
-    distribute(sharded, both_processes(), dims)
-    y, dx = step(whole, x, COUNTS)
-    assert (y - expected).norm() < (2.0**-6 if recipe is None else 0.25) * expected.norm()
-    own, rows = COUNTS[2 * rank :][:2], slice(16 * rank, 16 + 34 * rank)
-    for call in (sharded, torch.compile(sharded, fullgraph=True, backend="aot_eager")):
-        sharded.zero_grad()
-        own_y, own_dx = step(call, x[rows], own)
-        assert_same_bits(own_y, y[rows])
-        assert_same_bits(own_dx, dx[rows])
-        check_gradients(sharded, whole, rank, dims)
-
-
-def check_tensor_parallel(rank: int, directory: Path) -> None:
-    """Each process has half of the features inside an expert; outputs add up."""
-    whole = GroupedExperts(F=64)
-    convert(whole)
-    sharded, x = deepcopy(whole), torch.randn(sum(COUNTS), H)
-    distribute(sharded, both_processes(), {"w1": 1, "w2": 2, "w3": 1})
-    y = sharded(x, torch.tensor(COUNTS)).detach()
-    dist.all_reduce(y)
-    assert torch.allclose(y, whole(x, torch.tensor(COUNTS)), atol=1e-5)
-
-
-def check_tensor_parallel_biases(rank: int, directory: Path) -> None:
-    """What is added once is added once, and each copy of the last bias has all of its gradient."""
-    whole, counts = GptOssExperts(F=64), torch.tensor(COUNTS)
-    convert(whole)
-    sharded, x = deepcopy(whole), torch.randn(sum(COUNTS), H)
-    dims = {"mlp1_weight_EGD": 1, "mlp1_bias_EG": 1, "mlp2_weight_EDF": 2}
-    distribute(sharded, both_processes(), dims)
-    y = sharded(x, counts)
-    total = y.detach().clone()
-    dist.all_reduce(total)
-    expected = whole(x, counts)
-    assert torch.allclose(total, expected, atol=1e-5)
-    for result in (y, expected):
-        result.sum().backward()
-    assert torch.allclose(sharded.mlp2_bias_ED.grad, whole.mlp2_bias_ED.grad)
-
-
-def check_fully_sharded(options: dict[str, bool], rank: int, directory: Path) -> None:
-    """Converted and sharded before there are values, as torchtitan does it."""
-    recipe, dims = Float8BlockScaling(), {"w1": 0, "w2": 0, "w3": 0}
-    whole, x = GroupedExperts(), torch.randn(sum(COUNTS), H)
-    convert(whole, recipe, **options)
-    with torch.device("meta"):
-        sharded = GroupedExperts()
-    convert(sharded, recipe, **options)
-    fully_shard(sharded, mesh=both_processes())
-    sharded.to_empty(device="cpu")
-    for name in dims:
-        shard = whole.get_parameter(name).detach().chunk(PROCESSES)[rank]
-        sharded.get_parameter(name).detach().to_local().copy_(shard)
-    assert_all_same_bits(step(sharded, x, COUNTS), step(whole, x, COUNTS))
-    check_gradients(sharded, whole, rank, dims)
-
-
-def check_already_sharded(rank: int, directory: Path) -> None:
-    late = fully_shard(nn.Sequential(GroupedExperts()), mesh=both_processes())
-    with pytest.raises(ValueError, match="parameters are sharded already: convert before"):
-        convert(late)
-
-
-def check_replicated(rank: int, directory: Path) -> None:
-    """DistributedDataParallel goes on with the parameters that it was made with."""
-    model = DistributedDataParallel(Sorted(GroupedExperts()))
-    assert sentence(lambda: convert(model, weights="both")) == (
-        "convert: DistributedDataParallel holds the parameters that weights='both' replaces: "
-        "convert before it is made"
-    )
-    with pytest.warns(UserWarning, match="3 parameters were replaced and something still holds"):
-        convert(model.module, weights="both")
-    [converted] = convert(DistributedDataParallel(Sorted(GroupedExperts()))).converted
-    assert converted.form == "grouped SwiGLU"
-
-
-def check_delayed_scaling(rank: int, directory: Path) -> None:
-    experts = GroupedExperts()
-    convert(experts, DelayedScaling())
-    distribute(experts, both_processes(), {"w1": 0, "w2": 0, "w3": 0})
-    sentence = (
-        "GroupedGroupedExperts: DelayedScaling holds scales of 4 experts, 2 are on this process: "
-        "shard in another way or take another recipe"
-    )
-    with pytest.raises(ValueError, match=f"^{sentence}$"):
-        experts(torch.randn(3, H), torch.tensor([1, 2]))
-
-
-def check_weights_in_fp8(rank: int, directory: Path) -> None:
-    """Bytes of whole experts are sharded as any parameters are, by FSDP2 or by hand."""
-    whole, x = GroupedExperts(), torch.randn(3, H)
-    convert(whole, Float8BlockScaling(), weights="fp8")
-    counts = [0, 0, 1, 2] if rank else [1, 2, 0, 0]
-    expected = whole(x, torch.tensor(counts))
-    sharded = fully_shard(deepcopy(whole), mesh=both_processes())
-    assert_same_bits(sharded(x, torch.tensor(counts)), expected)
-    spread = deepcopy(whole)
-    for name, p in whole.named_parameters():
-        part = distribute_tensor(p.detach(), both_processes(), [Shard(0)])
-        spread.register_parameter(name, nn.Parameter(part, requires_grad=False))
-    assert_same_bits(spread(x, torch.tensor([1, 2])), expected)
-    with pytest.raises(RuntimeError, match="can require gradients"):  # torchtitan's parallelism
-        distribute(deepcopy(whole), both_processes(), {"w1": 0})
-
-
-CHECKS: Checks = {
-    "weights_in_fp8": check_weights_in_fp8,
-    "expert_parallel": partial(check_expert_parallel, None),
-    "expert_parallel_block": partial(check_expert_parallel, Float8BlockScaling()),
-    "tensor_parallel": check_tensor_parallel,
-    "tensor_parallel_biases": check_tensor_parallel_biases,
-    "fully_sharded": partial(check_fully_sharded, {}),
-    "already_sharded": check_already_sharded,
-    "replicated": check_replicated,
-    "delayed_scaling": check_delayed_scaling,
-}
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
+    monkeypatch.setattr(nn.Module, "register_parameter", on_meta)
+    before = state_of(model)
+    for weights in ("both", "fp8", "mxfp4"):
+        refused = sentence(lambda w=weights: convert(model, weights=w))
+        assert refused == (
+            "convert: new parameters go to the meta device here, as inside of accelerate's "
+            "init_empty_weights, and weights would be lost: call convert outside of it"
+        )
+    assert state_of(model) == before

@@ -174,6 +174,37 @@ def test_both_precisions_are_saved_as_plain_weights(form: str, tmp_path: Path) -
             assert_fresh(p)
 
 
+@pytest.mark.parametrize("weights", [None, "both", "fp8"])
+def test_experts_that_a_state_names_one_by_one(weights: Any, tmp_path: Path) -> None:
+    """As transformers' Trainer resumes: it loads the files that save_pretrained wrote."""
+    sizes = {"intermediate_size": 128, "moe_intermediate_size": 128}
+    model, other = (tiny("mixtral", **sizes).eval() for _ in range(2))
+    for one in (model, other):
+        convert(one, Float8BlockScaling(), weights=weights)
+    names = list(model.state_dict())
+    model.save_pretrained(tmp_path / "one_by_one")
+    before = other.state_dict()
+    state = load_file(tmp_path / "one_by_one" / "model.safetensors")
+    refusal = r"experts\.down_proj is missing, and the state has model\."
+    with pytest.raises(RuntimeError, match=refusal):
+        other.load_state_dict(state, strict=False)
+    experts = [name for name in names if "experts" in name]
+    for name in experts:
+        assert_same_bits(bits(other.state_dict()[name]), bits(before[name]))
+    other.load_state_dict(
+        {"lm_head.weight": model.lm_head.weight}, strict=False
+    )  # no layer of ours
+    save = partial(model.save_pretrained, save_original_format=False)
+    save(tmp_path / "as_it_is")
+    other.load_state_dict(load_file(tmp_path / "as_it_is" / "model.safetensors"), strict=False)
+    assert torch.equal(logits(other), logits(model))
+    if weights != "fp8":
+        for path in ("one_by_one", "as_it_is"):
+            loaded = type(model).from_pretrained(tmp_path / path).state_dict()
+            for name in experts:
+                assert torch.equal(loaded[name], model.state_dict()[name]), name
+
+
 # --- other processes -----------------------------------------------------------------------------
 
 ELSEWHERE = """

@@ -37,7 +37,7 @@ with skipping_for_old_transformers():
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     from grouped_linear.integrations import fp8_checkpoint
-    from grouped_linear.integrations.transformers import fp8_quantization_config, fp8_tensors
+    from grouped_linear.integrations.fp8_checkpoint import fp8_quantization_config, fp8_tensors
 
 E, F, H = 3, 256, 144
 PREFIX = {"mixtral": "block_sparse_moe.experts.{}.", "qwen3_moe": "mlp.experts.{}."}

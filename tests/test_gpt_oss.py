@@ -70,11 +70,11 @@ def test_same_bits_as_converted(folder: Path, recipe: Recipe | None) -> None:
     else:
         assert error(logits(model), logits(other)) < 0.05  # 0.026 to 0.035 by the processor
     codes, scales = 2 * 4 * (192 * 32 + 64 * 48), 2 * 4 * (192 * 2 + 64 * 3)
-    assert str(report.weights[0]) == f"MXFP4, {(codes + scales) / 1000:.4g} kB"
+    assert sum(one.nbytes for one in report.converted) == codes + scales
     assert report.converted[0].num_parameters == sum(
         p.numel() for p in other.model.layers[0].mlp.experts.parameters()
     )
-    assert all(one.path.endswith("weights in MXFP4") for one in report.converted)
+    assert all(one.weights == "MXFP4" for one in report.converted)
 
 
 class LargestFloat(TorchDispatchMode):
@@ -219,10 +219,7 @@ def test_refused(folder: Path, tmp_path: Path) -> None:
         "or MXFP8BlockScaling, got Float8CurrentScaling()"
     )
     assert_same_bits(logits(model), expected)
-    model.set_experts_implementation("eager")
-    message = sentence(lambda: logits(model))
-    assert "'eager' would read their bytes: call convert(model, Float8BlockScaling())" in message
-    convert(model)
+    model.set_experts_implementation("eager")  # which reaches no converted experts
     assert_same_bits(logits(model), expected)
 
     plain = dequantized(folder)

@@ -52,8 +52,7 @@ from support.versions import skipping_for_old_transformers
 with skipping_for_old_transformers():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-    from grouped_linear.integrations.activations import SWIGLU_FORMS, activation_of
-    from grouped_linear.integrations.transformers import register
+    from grouped_linear.integrations.transformers import SWIGLU_FORMS, activation_of, register
 
 NAMES = {"grouped_linear": None, "grouped_linear_fp8": Float8BlockScaling()}
 NOT_IN_FP8 = "gpt_oss", "aria"  # biases, transposed weights

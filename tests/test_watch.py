@@ -39,7 +39,7 @@ from support import reference
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
-from support.experts import FusedExperts, GroupedExperts
+from support.experts import FusedGroupedExperts, GroupedExperts
 from support.formats import composed
 from support.hugging_face import model_of, tokens
 from support.pairs import pairwise
@@ -694,12 +694,15 @@ def test_hugging_face(recipe: Recipe | None) -> None:
     assert seen.steps == 1
 
 
-WEIGHTS = {GroupedExperts: ("w1", "w3", "w2"), FusedExperts: ("w13", "w2_EDF")}
+WEIGHTS = {
+    GroupedExperts: ("w1_EFD", "w3_EFD", "w2_EDF"),
+    FusedGroupedExperts: ("w13", "w2_EDF"),
+}
 
 
 @pytest.mark.parametrize(
     ("experts", "name"),
-    [(GroupedExperts, "none"), (FusedExperts, "block"), (GroupedExperts, "delayed")],
+    [(GroupedExperts, "none"), (FusedGroupedExperts, "block"), (GroupedExperts, "delayed")],
 )
 def test_watch_experts_in_one_module(experts: Any, name: str) -> None:
     """Eager and compiled count the same; the bits stay; every weight has a name and moves."""

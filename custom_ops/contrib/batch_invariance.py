@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from grouped_linear.integrations.converted_class import class_before
+from grouped_linear.integrations.adapter import class_before
 from grouped_linear.integrations.experts import experts_of
 from grouped_linear.integrations.wrappers import adapted
 from grouped_linear.loading import host_module

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.contrib.fake_quantize import fake_quantize
-from grouped_linear.integrations.conversion import aligned
+from grouped_linear.integrations.convert import aligned
 from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.nn.checks import check_model

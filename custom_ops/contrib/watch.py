@@ -20,7 +20,7 @@ from grouped_linear.contrib.watch_statistics import (
     statistics_of_layer,
 )
 from grouped_linear.integrations.experts import Experts, experts_of
-from grouped_linear.integrations.grouped_experts import as_matrices
+from grouped_linear.integrations.torchtitan import as_matrices
 from grouped_linear.integrations.wrappers import named_unwrapped, sizes_before_fsdp
 from grouped_linear.meta_kernels.rules import ceil_div
 from grouped_linear.nn.checks import check_model

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from grouped_linear.contrib.watch_counts import COLUMNS, MAXIMA
-from grouped_linear.integrations.conversion import aligned
+from grouped_linear.integrations.convert import aligned
 
 
 class OperandStatistics(NamedTuple):

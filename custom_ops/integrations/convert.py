@@ -1,34 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The call that converts a model's experts: all are checked, then all are written."""
+"""The call that converts a model's experts, and its report."""
 
+import inspect
 import math
-from collections.abc import Collection, Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 
-from grouped_linear.integrations import grouped_experts
-from grouped_linear.integrations.conversion import (
-    Conversion,
-    ConvertedExperts,
-    how_kept,
-    kept_weights,
-    lines_of,
-    num_parameters,
+from grouped_linear.integrations.adapter import (
+    Changes,
+    Experts,
+    Request,
+    Write,
+    check_registration,
+    class_before,
+    is_converted,
 )
-from grouped_linear.integrations.converted_class import class_before, is_converted
-from grouped_linear.integrations.experts import Experts, experts_of
-from grouped_linear.integrations.look_alikes import look_alikes
-from grouped_linear.integrations.request import Changes, Request, warn_of_others_that_hold
+from grouped_linear.integrations.experts import experts_of
 from grouped_linear.integrations.wrappers import adapted
+from grouped_linear.meta_kernels.rules import E4M3, dtype_name
 from grouped_linear.nn.checks import check_flags, check_model, check_recipe
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
-from grouped_linear.quantized.weight import Weights, check_weights_kept, recipe_for
+from grouped_linear.quantized.frozen import frozen_of
+from grouped_linear.quantized.state_dict import SCALE
+from grouped_linear.quantized.weight import Weights, check_weights_kept, local_part, recipe_for
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Recipe
+
+
+class ConvertedExperts(NamedTuple):
+    """Experts that were converted."""
+
+    name: str
+    """The module's name in ``named_modules`` of the model."""
+    form: str
+    """How they are held: ``"grouped SwiGLU"``, ``"grouped SwiGLU, w13"``, ``"grouped SwiGLU of
+    GPT-OSS"``, or the class of a Hugging Face model's experts."""
+    num_experts: int
+    num_parameters: int
+    """Of all these experts together."""
+    weights: str
+    """How they are kept: ``"FP8"``, ``"MXFP4"``, ``"FP8 as loaded"``, ``"MXFP4 as loaded"``,
+    ``"both precisions"``, or the dtype of plain tensors."""
+    nbytes: int
+    """Of the weights and their scales, on this process."""
+    error: float | None = None
+    """Of weights that were quantized: the norm of their error, as a part of the weights' norm."""
+
+
+@dataclass(frozen=True, repr=False)
+class Conversion:
+    """The result of :func:`convert`; ``print`` shows it as a table.
+
+    Modules that differ in numbers of their names alone are one row, with ``*`` for the numbers.
+    """
+
+    recipe: Recipe | None
+    """How the GEMMs are computed."""
+    converted: tuple[ConvertedExperts, ...]
+    """In the order of ``named_modules``; never empty."""
+    skipped: Mapping[str, str]
+    """Modules that look like experts and are unchanged: by name, why, in a few words."""
+    recipes: Mapping[str, Recipe | None] = field(default_factory=dict)
+    """Other recipes, by patterns of the experts' names."""
+
+    def __repr__(self) -> str:
+        alike: dict[tuple[str, ...], list[ConvertedExperts]] = {}
+        for one in self.converted:
+            key = _pattern(one.name), one.form, str(one.num_experts), one.weights
+            alike.setdefault(key, []).append(one)
+        rows = [("module", "modules", "form", "experts", "parameters", "weights")]
+        for (name, form, experts, kept), same in alike.items():
+            kept += f", {_size(sum(one.nbytes for one in same))}"
+            errors = [one.error for one in same if one.error is not None]
+            if errors:
+                ends = dict.fromkeys(f"{100 * end:.3g}%" for end in (min(errors), max(errors)))
+                kept += f", error {' to '.join(ends)}"
+            numbers = sum(one.num_parameters for one in same)
+            rows.append((name, str(len(same)), form, experts, f"{numbers:,}", kept))
+        lines = [*aligned(rows, "<><>><"), f"recipe: {self.recipe!r}"]
+        lines += [f"recipe of {pattern}: {recipe!r}" for pattern, recipe in self.recipes.items()]
+        return "\n".join([*lines, *(f"skipped: {line}" for line in _lines_of(self.skipped))])
 
 
 @torch.inference_mode(False)  # new parameters are to be ordinary ones
@@ -45,16 +106,11 @@ def convert(
     Recognised are:
 
     - **Hugging Face models**: experts that go through transformers' experts interface. The model
-      keeps its modules and parameters; an experts implementation of the recipe is registered and
-      chosen, see :func:`grouped_linear.integrations.transformers.register`. transformers has the
-      choice in the configuration, so the model gets copies of its configuration objects, and
-      others that share these stay as they were. PEFT's adapters on experts compute here, too.
-    - **torchtitan's experts**: a module whose only parameters are w1 and w3 [E, F, H] and w2
-      [E, H, F], called as ``(x, num_tokens_per_expert)``; or w1_EFD, w3_EFD and w2_EDF, called as
-      ``(x_RD, num_tokens_per_expert_E)``; also torchtitan's w13 [E, F, 2, H] and its GPT-OSS
-      experts, which have biases. The module gets another forward. Names and shapes do not show the
-      formula, so experts run on random rows, in training mode, and must give SwiGLU's result up to
-      three times the error that rounding explains.
+      keeps its modules, parameters and configuration. The experts get a configuration of their own,
+      so ``set_experts_implementation`` no longer reaches them. PEFT's adapters on experts compute
+      here, too.
+    - **torchtitan's experts**: its ``GroupedExperts``, whose multiplications are this package's
+      afterwards; its fused ones (w13) and those of its GPT-OSS, which get a fused forward.
 
     A ModuleList of experts is not converted: :meth:`grouped_linear.GroupedMLP.from_experts` and
     :meth:`grouped_linear.GroupedLinear.from_linears` make a layer of one.
@@ -68,7 +124,8 @@ def convert(
 
     Args:
         model: a model, or a module that is to be converted itself; torchtitan's experts may be on
-            the meta device.
+            the meta device. Where weights are frozen, give the whole of a Hugging Face model:
+            ``save_pretrained`` of one around it is refused.
         recipe: how the GEMMs are computed; None for the activations' dtype, or where ``weights`` is
             "both" or "fp8" for ``Float8BlockScaling()``.
         weights: how the experts' weights are kept. None: as they are. ``"both"``: in high precision
@@ -86,14 +143,15 @@ def convert(
         save_gate_up_in_fp8: of Hugging Face experts, see :func:`grouped_linear.grouped_mlp`.
 
     Returns:
-        The converted experts, the errors of weights that were quantized, how weights are kept and
-        in how many bytes, and modules that look like experts and were skipped, with the reason.
+        The converted experts, how their weights are kept, in how many bytes and with which error,
+        and modules that look like experts and were skipped, with the reason.
 
     Raises:
         ValueError: if nothing is recognised; for experts that cannot be converted as asked, for
             which the sentence gives the reason; for a pattern of ``recipes`` that matches no
-            experts; for weights that the kernels do not take; and with ``weights`` for parameters
-            that have hooks or are in DistributedDataParallel. The model is then unchanged.
+            experts; for weights that the kernels do not take, as those that torchao has quantized;
+            and with ``weights`` for parameters that have hooks or are in DistributedDataParallel.
+            The model is then unchanged.
         TypeError: if `model` is not a module.
         ImportError: for a Hugging Face model of transformers older than 5.23.
 
@@ -103,36 +161,29 @@ def convert(
     ...                        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
     >>> model = MixtralForCausalLM(config)
     >>> print(convert(model))
-    module                      modules  form            experts  parameters  computed by
-    model.layers.*.mlp.experts        2  MixtralExperts        8      98,304  experts implementation
+    module                      modules  form            experts  parameters  weights
+    model.layers.*.mlp.experts        2  MixtralExperts        8      98,304  float32, 393.2 kB
     recipe: None
-    weights: float32, 393.2 kB
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 64])
     """
-    request = Request(recipe_for(recipe, weights), weights, save_gate_up_in_fp8, recipes or {})
+    request = Request(
+        model, recipe_for(recipe, weights), weights, save_gate_up_in_fp8, recipes or {}
+    )
     _check(model, request)
-    found: dict[str, Experts] = {}
-    for name, module in model.named_modules():
-        experts = experts_of(module)
-        if experts is not None and (experts.library == "transformers" or not experts.computed_here):
-            found[name] = experts
+    found = {
+        name: experts
+        for name, experts in ((n, experts_of(m)) for n, m in model.named_modules())
+        if experts is not None and experts.plan is not None
+    }
     _check_found(model, found, request)
-    of_transformers = {n: e.module for n, e in found.items() if e.library == "transformers"}
-    of_torchtitan = {n: e.module for n, e in found.items() if e.library == "torchtitan"}
     changes = Changes()
-    if of_transformers:
-        from grouped_linear.integrations import hugging_face
-
-        hugging_face.check(model, of_transformers, request)
-    for name, module in of_torchtitan.items():
-        grouped_experts.check(name, module, request.of(name))
-    if of_transformers:
-        hugging_face.convert(model, of_transformers, request, changes)
-    for name, module in of_torchtitan.items():
-        grouped_experts.convert(module, request.of(name), changes)
-    warn_of_others_that_hold(changes)
-    return _report(model, found, request, changes)
+    writes = [e.plan(name, request.of(name)) for name, e in found.items() if e.plan is not None]
+    for write in [*writes, *_plans_of_model(model, found)]:
+        write(changes)
+    changes.warn_of_holders()
+    converted = tuple(_described(name, experts, changes) for name, experts in found.items())
+    return Conversion(request.recipe, converted, _look_alikes(model), dict(request.recipes))
 
 
 def _check(model: Any, request: Request) -> None:
@@ -155,15 +206,17 @@ def _check(model: Any, request: Request) -> None:
         check_recipe(where, recipe)
         if recipe is not None:
             check_weights_kept(where, recipe, request.weights)
-    if request.weights is not None and _is_in_ddp(model):
+    if request.weights is not None:
+        check_registration()
+    if request.weights is not None and any(map(_is_ddp, model.modules())):
         raise ValueError(
             "convert: DistributedDataParallel holds the parameters that weights="
             f"{request.weights!r} replaces: convert before it is made"
         )
 
 
-def _is_in_ddp(model: nn.Module) -> bool:
-    return any(isinstance(module, DistributedDataParallel) for module in model.modules())
+def _is_ddp(module: nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel)
 
 
 def _check_found(model: nn.Module, names: Collection[str], request: Request) -> None:
@@ -172,12 +225,12 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
         if any(map(is_converted, model.modules())):
             name = class_before(model).__name__
             raise ValueError(f"convert: experts of {name} are converted already")
-        skipped = look_alikes(model)
+        skipped = _look_alikes(model)
         remedy = ": help(grouped_linear.convert) names the forms, and what makes a layer of a list"
         if any(isinstance(module, GroupedLinear | GroupedMLP) for module in model.modules()):
             remedy = ": its layers are this package's, which take recipe= when they are made"
         if skipped:
-            remedy = f", and these look like experts: {', '.join(lines_of(skipped))}"
+            remedy = f", and these look like experts: {', '.join(_lines_of(skipped))}"
         raise ValueError(
             f"convert: {type(model).__name__} has no experts of a form that is known{remedy}"
         )
@@ -189,22 +242,136 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
         )
 
 
-def _report(
-    model: nn.Module, found: Mapping[str, Experts], request: Request, changes: Changes
-) -> Conversion:
-    has_adapters, converted = adapted(model), []
-    for name, experts in found.items():
-        module = experts.module
-        path = "grouped_linear" if experts.library == "torchtitan" else "experts implementation"
-        path += how_kept(module, experts.weights[0])
-        path += ", with adapters" if module in has_adapters else ""
-        error = None
-        if module in changes.squares:
-            off, whole = changes.squares[module].tolist()
-            error = math.sqrt(off / whole) if whole else 0.0
-        sizes = experts.num_experts, num_parameters(module)
-        converted.append(ConvertedExperts(name, experts.form, *sizes, path, error))
-    in_ddp = _is_in_ddp(model)  # where weights cannot be kept in another way
-    recipes = {e.module: None if in_ddp else request.of(n).recipe for n, e in found.items()}
-    skipped, kept = look_alikes(model), kept_weights(recipes)
-    return Conversion(request.recipe, tuple(converted), skipped, kept, dict(request.recipes))
+def _plans_of_model(model: nn.Module, found: Mapping[str, Experts]) -> list[Write]:
+    """What is written once for a model of transformers: grouped adapters, and how it is saved."""
+    modules = {e.module for e in found.values() if e.library == "transformers"}
+    writes: list[Write] = []
+    if not modules:
+        return writes
+    if adapted(model) & modules:  # PEFT is imported for such models alone
+        from grouped_linear.integrations.peft import check_adapters, group_adapters
+
+        check_adapters("convert", model)
+        writes.append(lambda changes: group_adapters(model))
+    from grouped_linear.integrations.fp8_checkpoint import save_frozen_experts
+
+    return [*writes, lambda changes: save_frozen_experts(model)]
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+def _described(name: str, experts: Experts, changes: Changes) -> ConvertedExperts:
+    """What the report says of converted experts."""
+    module, error, numbers, nbytes = experts.module, None, 0, 0
+    if module in changes.squares:
+        off, whole = changes.squares[module].tolist()
+        error = math.sqrt(off / whole) if whole else 0.0
+    frozen = frozen_of(module)
+    for key, p in module.named_parameters():
+        is_scale, per_entry = key.endswith(SCALE), 1 + _is_packed(p)
+        of_weight = frozen.get(key)
+        per_entry = per_entry if of_weight is None else of_weight.storage.per_entry
+        numbers += 0 if is_scale else p.numel() * per_entry
+        if p.dim() > 2 and (is_scale or not key.endswith("_bias")):
+            nbytes += local_part(p).nbytes
+    sizes = experts.num_experts, numbers
+    return ConvertedExperts(
+        name, experts.form, *sizes, _kind_of(module, experts.weights[0]), nbytes, error
+    )
+
+
+def _kind_of(module: nn.Module, name: str) -> str:
+    """How a weight of a module is kept, in words."""
+    w, frozen = local_part(getattr(module, name)), frozen_of(module).get(name)
+    if isinstance(w, GroupedTensorWithMaster):
+        return "both precisions"
+    if frozen is not None:
+        return frozen.weights.upper()
+    if w.dtype == E4M3 or _is_packed(w):
+        return f"{'FP8' if w.dtype == E4M3 else 'MXFP4'} as loaded"
+    return dtype_name(w.dtype)
+
+
+def _is_packed(w: torch.Tensor) -> bool:
+    """Whether transformers has loaded a weight of 4 bits, two numbers a byte."""
+    return w.dtype == torch.int8
+
+
+def aligned(lines: Sequence[Sequence[str]], sides: str = "<<") -> list[str]:
+    """Columns of one width, to the left or the right as format strings say it; ">" by default."""
+    sides = sides.ljust(len(lines[0]), ">")
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(f"{c:{s}{w}}" for c, s, w in zip(line, sides, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+
+
+def _lines_of(skipped: Mapping[str, str]) -> list[str]:
+    """Names and reasons, those that are alike once."""
+    counts = Counter((_pattern(name), why) for name, why in skipped.items())
+    return [
+        f"{name} ({why}; {n} of them)" if n > 1 else f"{name} ({why})"
+        for (name, why), n in counts.items()
+    ]
+
+
+def _pattern(name: str) -> str:
+    """A module's name with ``*`` for numbers."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model)"
+
+
+def _size(nbytes: float) -> str:
+    """In decimal units, as memory of a GPU is sold."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"
+
+
+def _look_alikes(model: nn.Module) -> dict[str, str]:
+    """Why modules that look like experts are skipped, by name, where this package computes none."""
+    skipped: dict[str, str] = {}
+    seen: list[str] = []  # prefixes of converted modules, and of those reported as a whole
+    for name, module in model.named_modules():
+        if any(name.startswith(prefix) for prefix in seen):
+            continue
+        experts = experts_of(module)
+        here = experts is not None and (experts.computed_here or experts.library == "transformers")
+        why = "" if here else _why_skipped(name, module)
+        seen += [f"{name}."] if here or why else []
+        skipped.update({name: why} if why else {})
+    return skipped
+
+
+def _why_skipped(name: str, module: nn.Module) -> str:
+    """Why a module is skipped; empty if it does not look like experts."""
+    cls, held = type(module), dict(module.named_parameters(recurse=False))
+    named = "expert" in f"{cls.__name__} {name.rpartition('.')[2]}".lower()
+    kinds = [type(c) for c in module.children() if any(True for _ in c.parameters())]
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if named and not held:  # layers that hold a tensor of all experts each
+        inside = ((n, c) for n, c in module.named_children() if not isinstance(c, _ConvNd))
+        held = {f"{n}.{p}": w for n, c in inside for p, w in c._parameters.items() if w is not None}
+        held = {n: w for n, w in held.items() if w.dim() > 2 and w.size(0) > 1}
+    stacked = [w.size(0) for w in held.values() if w.dim() > 2 and w.size(0) > 1]
+    alike = len(stacked) > 1 and len({*stacked}) == 1
+    matrices = not cls.__module__.startswith("torch.") and any(w.dim() > 1 for w in held.values())
+    if not (named and is_list and len(kinds) > 1 == len({*kinds})) and not (
+        matrices and (named or alike)
+    ):
+        return ""
+    if cls.__module__.startswith("transformers."):
+        return (
+            f"{cls.__name__} does not go through transformers' experts interface: give the class a "
+            "forward that calls grouped_mlp or grouped_linear"
+        )
+    if is_list:
+        return (
+            f"a {cls.__name__} of {kinds[0].__name__}: GroupedMLP.from_experts and "
+            "GroupedLinear.from_linears make layers of such"
+        )
+    inputs = ", ".join([*inspect.signature(cls.forward).parameters][1:])
+    return f"no known form has parameters {', '.join(held)} and is called as ({inputs})"

@@ -8,6 +8,7 @@ its ``expert_dtype="fp4"``, as DeepSeek-V4 was published: two numbers a byte in 
 
 import copy
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,51 +27,78 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from grouped_linear.integrations.activations import same_activation
 from grouped_linear.integrations.experts import goes_through_interface
-from grouped_linear.integrations.experts_forward import (
+from grouped_linear.integrations.transformers import (
     FILES,
     kept_weight,
-    recipe_of,
+    options_of,
+    same_activation,
     storage_of,
     weight_names,
 )
-from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.wrappers import named_unwrapped
-from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div, dtype_name
-from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen, as_bytes, frozen_of
+from grouped_linear.meta_kernels.rules import BLOCK, ceil_div
+from grouped_linear.quantized.frozen import STORAGES, as_bytes, frozen_of
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import KEPT, is_dtensor
 
 _TWO_FORMATS = "the model's other modules are quantized in a format of theirs, a checkpoint has one"
 
 
-def describe(model: Any) -> None:
-    """Have a model say which of its modules are in few bits, as one that was loaded so does.
+def save_frozen_experts(module: nn.Module) -> None:
+    """Have the models of transformers in a module save frozen experts as what they are.
 
-    ``save_pretrained`` of it then writes a checkpoint that loads again. If transformers' format
-    cannot hold the frozen experts, ``save_pretrained`` raises ValueError before it writes a file.
+    ``save_pretrained`` then writes a checkpoint in few bits that loads again. If transformers'
+    format cannot hold the experts, it raises ValueError before it writes a file. The configuration
+    says that there are few bits only while it is saved: other models may share it.
     """
+    inside: set[nn.Module] = set()
+    for model in module.modules():
+        if isinstance(model, PreTrainedModel) and model not in inside:
+            inside.update(model.modules())
+            knows = getattr(_quantizer_of(model), "saves_frozen_experts", False)
+            saves = model.save_pretrained
+            if getattr(saves, "func", None) is _save or knows:
+                continue
+            if any(map(frozen_of, model.modules())):
+                vars(model)["save_pretrained"] = partial(_save, saves, model)
+
+
+def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """``save_pretrained`` of a model with frozen experts, around that which it had."""
     experts = {name: m for name, m in _experts_of(model).items() if frozen_of(m)}
+    save = partial(saves, *args, **kwargs)
+    if not experts or getattr(model, "_hf_peft_config_loaded", False):  # adapters alone are saved
+        return save()
     config, conversions, obstacle = _checkpoint_of(model, experts)
-    if getattr(model, "hf_quantizer", None) is None:
-        model.hf_quantizer = FineGrainedFP8HfQuantizer(config)
-    quantizer = model.hf_quantizer
-    vars(quantizer).pop("get_state_dict_and_metadata", None)
-    if obstacle is not None:  # save_pretrained calls this first
-        quantizer.get_state_dict_and_metadata = partial(_refuse_to_save, obstacle)
-        return
-    model.config.quantization_config = quantizer.quantization_config = config
-    model._weight_conversions = conversions
-
-
-def _refuse_to_save(obstacle: str, model: Any) -> tuple[None, dict[str, Any]]:
-    if not getattr(model, "_hf_peft_config_loaded", False):  # adapters alone can be saved
+    if obstacle is not None:
         raise ValueError(
             f"save_pretrained: {obstacle}: save the model before it is converted, or its "
             "state_dict()"
         )
-    return None, {}
+    quantizer: Any = copy.copy(_quantizer_of(model)) or FineGrainedFP8HfQuantizer(config)
+    quantizer.quantization_config, quantizer.saves_frozen_experts = config, True
+    of_model = {"hf_quantizer": quantizer, "_weight_conversions": conversions}
+    with _for_now(model, of_model), _for_now(model.config, {"quantization_config": config}):
+        return save()
+
+
+def _quantizer_of(model: Any) -> Any:
+    """What transformers quantized a model by while it was loaded, or None."""
+    return getattr(model, "hf_quantizer", None)
+
+
+@contextmanager
+def _for_now(holder: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Set attributes, and bring back those that were there."""
+    before = {name: vars(holder)[name] for name in values if name in vars(holder)}
+    vars(holder).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(holder)[name]
+        vars(holder).update(before)
 
 
 class AsBytes(ConversionOps):
@@ -132,36 +160,6 @@ def _with_bytes(conversions: list[Any], keys: Iterable[str], kept_as: str) -> li
     return found + [WeightConverter([key], [key], [op]) for key in sorted(left)]
 
 
-def check_loads(experts: Any) -> None:
-    """Have experts whose weights are as loaded take no bytes of a state as numbers, as torch does.
-
-    Bytes of frozen weights become the numbers and scales that such experts hold. High precision
-    would take numbers without their scales, so that is refused.
-    """
-    hooks = experts._load_state_dict_pre_hooks.values()
-    if not any(getattr(hook, "hook", None) is _check_load for hook in hooks):
-        experts.register_load_state_dict_pre_hook(_check_load)
-
-
-def _check_load(experts: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    for name, p in experts.named_parameters():
-        key, error_msgs = prefix + name, others[-1]
-        t: Any = state.get(key)
-        has_scales = isinstance(t, Tensor) and t.element_size() == 1 and key + SCALE in state
-        if not has_scales or isinstance(experts, KeepsFrozen):
-            continue
-        kept_as = {E4M3: "fp8", torch.int8: "mxfp4"}.get(p.dtype)
-        if t.dtype == torch.uint8 and kept_as is not None:
-            to_file = AsBytes(FILES[kept_as][0], FILES[kept_as][1][0], reverse=True)
-            state[key] = to_file.numbers_of(t)
-            state[key + SCALE] = to_file.scales_of(state[key + SCALE])
-        elif p.element_size() > 1:
-            error_msgs.append(
-                f"{key}: {dtype_name(t.dtype)} with scales is for weights that are quantized: "
-                "convert(weights='both') before loads it dequantized, 'fp8' or 'mxfp4' as it is."
-            )
-
-
 def _experts_of(model: nn.Module) -> dict[str, Any]:
     """A model's experts that go through transformers' interface, by their names in checkpoints."""
     return {name: m for name, m in named_unwrapped(model) if goes_through_interface(m)}
@@ -174,7 +172,7 @@ def _checkpoint_of(
 
     Then the conversions of names to its names, and why transformers cannot write it, or None.
     """
-    quantizer = getattr(model, "hf_quantizer", None)
+    quantizer = _quantizer_of(model)
     if quantizer is None:
         config = FineGrainedFP8Config()
     elif isinstance(quantizer, FineGrainedFP8HfQuantizer):
@@ -238,8 +236,7 @@ def _conversions_of(
 
 def _has_powers_of_two(experts: Any) -> bool:
     """Whether the scales are known to be powers of two: as they were loaded, or by the recipe."""
-    ours = Implementation.of(experts.config._experts_implementation)
-    recipe = None if ours is None else recipe_of(experts, ours.recipe)
+    recipe, _ = options_of(experts) or (None, False)
     options = {} if recipe is None else recipe.weight.scale_options
     known = isinstance(experts, FP8Experts) or storage_of(experts) == "mxfp4"
     return known or options.get("power_of_two_scales", False)

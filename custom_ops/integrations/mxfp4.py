@@ -20,10 +20,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import Mxfp4Config
 
+from grouped_linear.integrations.adapter import convert_class
 from grouped_linear.integrations.convert import convert
 from grouped_linear.integrations.fp8_checkpoint import AsBytes
-from grouped_linear.integrations.hugging_face import save_by_parts
-from grouped_linear.integrations.implementation import Implementation
+from grouped_linear.integrations.transformers import ConvertedExperts, options_of
 from grouped_linear.meta_kernels.rules import MX_BLOCK, ceil_div
 from grouped_linear.quantized.frozen import frozen_of
 from grouped_linear.quantized.state_dict import SCALE
@@ -92,6 +92,7 @@ class PackedMxfp4Quantizer(HfQuantizer):
 
     is_trainable = True  # adapters
     is_compileable = True
+    saves_frozen_experts = True
     quantization_config: PackedMxfp4Config
 
     def is_serializable(self) -> bool:
@@ -136,16 +137,17 @@ class PackedMxfp4Quantizer(HfQuantizer):
             _pack(module)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        recipe: Any = None
         for name, module in model.named_modules():
             if isinstance(module, GptOssExperts) and frozen_of(module):
                 _check_loaded(name, module)
-        if Implementation.of(model.config._experts_implementation) is None:
-            convert(model)
+                recipe, _ = options_of(module) or (None, False)  # by the name that was asked for
+        convert(model, recipe)
 
 
 def _pack(experts: Any) -> None:
     """Give experts without memory the parameters of MXFP4, [E, N, K], in place of [E, K, N]."""
-    save_by_parts(experts)
+    convert_class(experts, ConvertedExperts)
     for name in _WEIGHTS:
         w = getattr(experts, name)
         E, K, N = w.shape

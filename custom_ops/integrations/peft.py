@@ -20,15 +20,15 @@ from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
-from grouped_linear.integrations.converted_class import class_before
+from grouped_linear.integrations.adapter import class_before
 from grouped_linear.integrations.experts import goes_through_interface
-from grouped_linear.integrations.experts_forward import (
+from grouped_linear.integrations.transformers import (
     dtype_of_kept,
     kept_weight,
+    options_of,
     storage_of,
     weight_names,
 )
-from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.nn.checks import check_model
@@ -175,7 +175,7 @@ def _set_dropout(model: nn.Module, p: float, adapters: set[str]) -> None:
 def check_implementation(where: str, experts: Any) -> None:
     """Raise ValueError for experts that do not compute here, and so without grouped adapters."""
     implementation = experts.config._experts_implementation
-    if Implementation.of(implementation) is None:
+    if options_of(experts) is None:
         raise ValueError(
             f"{where}: the experts implementation {implementation!r} is not one of "
             "grouped_linear's: call convert, before or after the adapters are made"
