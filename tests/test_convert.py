@@ -28,7 +28,7 @@ from grouped_linear import (
 )
 from grouped_linear.contrib import check_batch_invariant, compare, watch
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from support.compare import assert_same_bits, assert_same_tensors
+from support.compare import assert_same_bits
 from support.documents import models
 from support.errors import sentence
 from support.experts import Expert, GroupedExperts
@@ -385,8 +385,9 @@ def test_a_checkpoint_in_fp8() -> None:
         done = convert(loaded, Float8BlockScaling(), weights="fp8")
         assert {one.weights for one in done.converted} == {"FP8"}
     for copied in (experts, deepcopy(experts), pickle.loads(pickle.dumps(experts))):
-        after = copied.state_dict()
-        assert_same_tensors(after, before)
+        for key, t in copied.state_dict().items():
+            as_loaded = t.view(before[key].dtype).reshape(before[key].shape)
+            assert_same_bits(as_loaded, before[key])
         copied.load_state_dict(before)
         assert_same_bits(copied(x, chosen, scores), y)
 
@@ -548,7 +549,7 @@ def test_says_what_weights_it_made(options: dict[str, Any], line: str) -> None:
     model = mixtral()
     done = convert(model, Float8BlockScaling(), **options)
     assert line in repr(done)
-    weights_of_experts = [p for p in model.parameters() if p.dim() == 3]
+    weights_of_experts = [p for p in model.parameters() if p.dim() > 2]
     assert sum(one.nbytes for one in done.converted) == sum(w.nbytes for w in weights_of_experts)
 
 

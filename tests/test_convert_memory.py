@@ -72,13 +72,13 @@ def test_experts_of_hugging_face(transposed: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:convert. 3 parameters were replaced")  # held on purpose
-@pytest.mark.parametrize("weights", [None, "fp8", "mxfp4"])
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
 def test_experts_in_one_module(weights: Any) -> None:
     """Frozen weights are quantized, and their error is taken of one expert after the other."""
     experts = GroupedExperts(E, H, F).to(BF16)
     parameters = list(experts.parameters())
     peak = peak_bytes(lambda: convert(experts, Float8BlockScaling(), weights=weights))
     size = E * ONE_EXPERT
-    kept = {None: 0, "fp8": size // 2, "mxfp4": size * 17 // 64}[weights]
-    assert peak < kept + ONE_EXPERT
+    kept = {"fp8": size // 2, "mxfp4": size * 17 // 64}[weights]
+    assert peak < kept + 4 * H * F * 4  # the error of one matrix, in float32
     del parameters

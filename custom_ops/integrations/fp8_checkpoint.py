@@ -252,7 +252,8 @@ def _obstacle_of(name: str, experts: Any) -> str | None:
     options = {"has_gate": experts.has_gate, "expert_dtype": "fp4" if in_mxfp4 else "fp8"}
     try:
         with torch.device("meta"):
-            theirs: Any = FP8Experts(experts.config, (BLOCK, BLOCK), **options)
+            config = getattr(experts, "config_of_model", experts.config)  # that which is saved
+            theirs: Any = FP8Experts(config, (BLOCK, BLOCK), **options)
     except AttributeError as error:
         return f"transformers' FP8 experts do not know the configuration of {name} ({error})"
     except TypeError:  # ERNIE 4.5 VL: one for text, one for images

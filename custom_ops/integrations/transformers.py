@@ -243,7 +243,7 @@ def compute_here(experts: Any, recipe: Recipe | None, save_gate_up_in_fp8: bool)
             config._experts_implementation_internal = CONVERTED
         else:
             config._experts_implementation = CONVERTED
-        vars(experts)["config"] = config
+        vars(experts).update(config=config, config_of_model=experts.config)
 
 
 _SAVES = inspect.unwrap(PreTrainedModel.save_pretrained).__code__
