@@ -406,7 +406,7 @@ def test_generates(family: str, cache: str | None, device: str) -> None:
         with replay_routing(model, other), record_routing(model, B, 10) as recording:
             model.generate(prompt, **options)
             assert torch.equal(recording.take(), other)
-    assert backend.frame_count in (0, 2)  # prefill and step, each once
+    assert backend.frame_count <= 2  # prefill and step, each once; torch 2.11 has one graph
 
 
 @needs_gpu
@@ -422,8 +422,8 @@ def test_cuda_graph() -> None:
             model(ids)
         with torch.cuda.graph(graph, stream=stream):
             model(ids)
+        recording.take()
         for _ in range(3):
-            recording.take()
             ids.copy_(tokens("cuda", B, S))
             graph.replay()
             found = recording.take()

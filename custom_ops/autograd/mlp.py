@@ -74,8 +74,9 @@ class _Needs(NamedTuple):
         x, weights, gate_up, down, _ = needs
         given = gate_up.weight, down.weight
         asked, as_results = needs_grad_now(ctx, given, ctx.weight_edges)
-        both = (Parameters(w, *p[1:]) for w, p in zip(asked, (gate_up, down), strict=True))
-        return cls(x, weights, *both, as_results)
+        of_gate_up, of_down = asked
+        gate_up, down = gate_up._replace(weight=of_gate_up), down._replace(weight=of_down)
+        return cls(x, weights, gate_up, down, as_results)
 
     @property
     def dh(self) -> bool:

@@ -76,9 +76,12 @@ class Wgrad(NamedTuple):
     def compute(self, as_results: bool = False) -> tuple[Tensor | None, ...]:
         """The gradient of each weight, or None where it went into main_grad.
 
-        ``as_results`` asks for zeros in place of None, which torch.autograd.grad refuses.
+        ``as_results`` asks for zeros in place of None, which torch.autograd.grad refuses. Where a
+        CUDA graph is captured it takes None, as in ``torch.cuda.make_graphed_callables``.
         """
         weights, main_grad = self.weights, self.main_grad
+        if as_results and self.dy.is_cuda:
+            as_results = not torch.cuda.is_current_stream_capturing()
         if main_grad is None:
             dw_ENK = self._product(weights[0].dtype)
             return (dw_ENK,) if weights[0].dim() == 3 else dw_ENK.unbind()

@@ -99,7 +99,8 @@ def class_before(module: nn.Module) -> type[nn.Module]:
 def convert_class(module: Any, kind: type[Converted]) -> None:
     """Give a module a subclass of its class with the members of ``kind``, unless it has one."""
     if not is_converted(module):
-        module.__class__ = _converted_class(type(module), kind)
+        made_of: Any = type(module), kind
+        module.__class__ = _converted_class(*made_of)
 
 
 @lru_cache  # all layers of a class, copies and loaded ones too, share it and compile once
@@ -108,9 +109,9 @@ def _converted_class(before: type[nn.Module], kind: type[Converted]) -> type[nn.
     return type(f"Grouped{before.__name__}", (kind, before), body)
 
 
-def _new_converted(before: type[nn.Module], kind: type[Converted]) -> nn.Module:
+def _new_converted(*made_of: Any) -> nn.Module:
     """An empty module for a copy or a pickle, which then sets its attributes."""
-    converted = _converted_class(before, kind)
+    converted = _converted_class(*made_of)
     return converted.__new__(converted)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from grouped_linear.integrations import torchtitan
-from grouped_linear.integrations.adapter import Experts
+from grouped_linear.integrations.adapter import Experts as Experts
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP

@@ -129,9 +129,9 @@ class FusedExperts(TitanExperts):
                 down_bias = down_bias - down_bias.detach() * (1 - 1 / degree)
             biases = gate_up_bias, down_bias
         m_splits_E = num_tokens_per_expert_E.to(torch.int32)  # some routers count in float
-        projections = [self._projection(i, x_RD.dtype, bias) for i, bias in enumerate(biases)]
+        gate_up, down = (self._projection(i, x_RD.dtype, bias) for i, bias in enumerate(biases))
         config = MLPConfig(activation, False)
-        return apply_mlp_sorted(x_RD, m_splits_E, None, *projections, config).to(x_RD.dtype)
+        return apply_mlp_sorted(x_RD, m_splits_E, None, gate_up, down, config).to(x_RD.dtype)
 
 
 @dataclass(frozen=True)

@@ -270,7 +270,8 @@ class ConvertedExperts(Converted):
         for name in weight_names(self):
             p, key = self._parameters.get(name), prefix + name
             t, scale = state_dict.get(key), state_dict.get(key + SCALE)
-            kept_as = {E4M3: "fp8", torch.int8: "mxfp4"}.get(getattr(p, "dtype", None))
+            dtype: Any = getattr(p, "dtype", None)
+            kept_as = {E4M3: "fp8", torch.int8: "mxfp4"}.get(dtype)
             # A checkpoint's experts take the bytes of frozen ones as the files have them.
             if isinstance(t, Tensor) and isinstance(scale, Tensor) and kept_as is not None:
                 numbers, (of_scale, *_) = FILES[kept_as]
@@ -427,8 +428,8 @@ def experts_forward(
 
 def converted_forward(experts: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of converted experts, by their own options."""
-    options = {"recipe": experts.recipe, "save_gate_up_in_fp8": experts.save_gate_up_in_fp8}
-    return experts_forward(experts, *args, **options, **kwargs)
+    kwargs |= {"recipe": experts.recipe, "save_gate_up_in_fp8": experts.save_gate_up_in_fp8}
+    return experts_forward(experts, *args, **kwargs)
 
 
 _register(CONVERTED, converted_forward)

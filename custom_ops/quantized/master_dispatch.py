@@ -284,7 +284,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _alike(to: Any, source: Any) -> bool:
-    weights = [t for t in (to, source) if isinstance(t, HandledTensor) and t.is_whole]
+    weights: list[Any] = [t for t in (to, source) if isinstance(t, HandledTensor)]
+    weights = [t for t in weights if t.is_whole]
     facts = {(t.recipe, t.dtype, t.shape, t.q_t is None) for t in weights}
     return len(weights) == 2 and len(facts) == 1
 

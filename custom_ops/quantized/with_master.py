@@ -369,7 +369,7 @@ class GroupedTensorWithMaster(HandledTensor):
         state = {
             # The same memory as another storage. Tensors that are saved together and share one
             # share the loaded one, and a plain one among them would write past the FP8 numbers.
-            "master": self.master if self.is_meta else torch.from_dlpack(self.master),
+            "master": self.master if self.is_meta else torch.utils.dlpack.from_dlpack(self.master),
             # Loading computes nothing: torch's older file format has no numbers there yet. That
             # format has no float8 either.
             "parts": tuple(self.parts.each(_without_float8)),

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kGatherThreads)
   const int64_t t = number / per_row;
   const int at = static_cast<int>(number % per_row);
   if (t >= T) return;
-  const int rows_end = end ? *end : INT32_MAX;
+  const int64_t rows_end = end ? *end : INT64_MAX;
   float sum[kElements] = {};
   for (int first = 0; first < C; first += kRowsInFlight) {
     uint4 rows[kRowsInFlight];
