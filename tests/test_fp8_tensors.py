@@ -195,7 +195,7 @@ def loaded(model: Any, **options: Any) -> Any:
     empty.load_state_dict(model.state_dict())
     empty.hf_quantizer = FineGrainedFP8HfQuantizer(config)
     empty.config.quantization_config = config
-    empty._weight_conversions = model._weight_conversions
+    *_, empty._weight_conversions = fp8_checkpoint._in_blocks("loaded", model)
     return empty
 
 

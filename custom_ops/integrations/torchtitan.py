@@ -189,7 +189,6 @@ def experts_in(module: nn.Module) -> Experts | None:
     def compute_by(recipe: Recipe | None) -> None:
         convert_class(module, form.kind)
         vars(module)["recipe"] = recipe
-        module._modules.pop("scaling_states", None)
 
     to_plan = None if here else partial(plan, module, form)
     return Experts(module, "torchtitan", *given, compute_by, to_plan)
