@@ -321,7 +321,7 @@ fp8_tensors: model.layers.0.mlp.experts is not in FP8 blocks: convert with weigh
 fp8_tensors: model.layers.0.mlp.experts is not in FP8 blocks: convert with weights='both'
 fp8_tensors: a checkpoint has gate and up apart, and a block of scales reaches from one into the
 other where an expert's 144 features are no multiple of 128
-fp8_tensors: transformers' FP8 experts have no biases, transposed weights or norms,
+fp8_tensors: experts in FP8 have no biases, transposed weights or norms,
 model.layers.0.mlp.experts has
 fp8_tensors: transformers looks for experts in FP8 in modules called experts, not
 model.layers.0.mlp.others

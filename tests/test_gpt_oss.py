@@ -192,7 +192,9 @@ def test_dequantized_and_back(folder: Path, tmp_path: Path) -> None:
     done = convert(model, weights="mxfp4")
     assert [one.error for one in done.converted] == [0, 0]
     assert_same_bits(logits(model), expected)
-    assert "its state_dict()" in sentence(lambda: model.save_pretrained(tmp_path))
+    said = sentence(lambda: model.save_pretrained(tmp_path))
+    assert "in MXFP4, as DeepSeek-V4's files" in said
+    assert "its state_dict()" in said
     loaded = packed(folder)
     loaded.load_state_dict(model.state_dict())
     assert_same_bits(logits(loaded), expected)

@@ -131,7 +131,7 @@ def test_what_transformers_cannot_save(tmp_path: Path) -> None:
         """\
 save_pretrained: a checkpoint has gate and up apart, and a block of scales reaches from one into the other where an expert's 48 features are no multiple of 128: save the model before it is converted, or its state_dict()
 save_pretrained: transformers' FP8 experts do not know the configuration of model.layers.1.mixer.experts (NemotronHConfig has none of: ('hidden_activation', 'hidden_act')): save the model before it is converted, or its state_dict()
-save_pretrained: transformers' FP8 experts have no biases, transposed weights or norms, layers.0.mlp.experts has: save the model before it is converted, or its state_dict()
+save_pretrained: experts in FP8 have no biases, transposed weights or norms, layers.0.mlp.experts has: save the model before it is converted, or its state_dict()
 save_pretrained: transformers' FP8 experts have one size, the configuration of layers.1.mlp.text_moe.experts lists several: save the model before it is converted, or its state_dict()""",  # noqa: E501
     )
 

@@ -246,9 +246,10 @@ def _obstacle_of(name: str, experts: Any) -> str | None:
     """Why transformers' FP8 format cannot hold the experts of this name, or None."""
     if not name.endswith(".experts"):
         return f"transformers looks for experts in FP8 in modules called experts, not {name}"
-    if experts.is_transposed or experts.has_bias or experts.has_post_expert_norm:
-        return f"transformers' FP8 experts have no biases, transposed weights or norms, {name} has"
     in_mxfp4 = storage_of(experts) == "mxfp4"
+    if experts.is_transposed or experts.has_bias or experts.has_post_expert_norm:
+        format = "MXFP4, as DeepSeek-V4's files have it," if in_mxfp4 else "FP8"
+        return f"experts in {format} have no biases, transposed weights or norms, {name} has"
     options = {"has_gate": experts.has_gate, "expert_dtype": "fp4" if in_mxfp4 else "fp8"}
     try:
         with torch.device("meta"):
