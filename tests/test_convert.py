@@ -541,7 +541,7 @@ def test_weights_that_are_no_parameters(kind: str) -> None:
     ("options", "line"),
     [
         ({}, "bfloat16, 73.73 kB"),
-        ({"weights": "both"}, "both precisions, 147.5 kB"),
+        ({"weights": "both"}, "both, 147.5 kB"),
         ({"weights": "fp8"}, "FP8, 36.93 kB, error 2."),
     ],
 )

@@ -364,7 +364,7 @@ def test_travels_keep_every_byte(travel: Callable[[Any], Any]) -> None:
 
 @EVERY_KIND
 def test_state_dicts(kind: Any, tmp_path: Path) -> None:
-    """Codes as uint8 or int8, scales too or E8M0; or high precision, which is quantized."""
+    """The bytes; codes in int8 and scales in E8M0, as files have them; or high precision."""
     layer = make_layer(kind)
     state = layer.state_dict()
     save_file(state, tmp_path / "model.safetensors")
@@ -372,7 +372,9 @@ def test_state_dicts(kind: Any, tmp_path: Path) -> None:
     other.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert all(torch.equal(t, state[n]) for n, t in other.state_dict().items())
     e8m0 = torch.float8_e8m0fnu
-    in_e8m0 = {n: t.view(e8m0) if n.endswith("_scale_inv") else t for n, t in state.items()}
+    in_e8m0 = {
+        n: t.view(e8m0).squeeze(-1) if n.endswith("_scale_inv") else t for n, t in state.items()
+    }
     in_int8 = {n: t.view(torch.int8) if n in layer._frozen else t for n, t in in_e8m0.items()}
     for as_in_files in (in_e8m0, in_int8):
         for p in other.parameters():
@@ -385,7 +387,9 @@ def test_state_dicts(kind: Any, tmp_path: Path) -> None:
         assert torch.equal(other.dequantize(name), layer.dequantize(name))
     name = next(iter(layer._frozen))
     for sentence, changed in {
-        "uint8 needs scales": {k: t for k, t in state.items() if k != f"{name}_scale_inv"},
+        "or uint8 with scales, got uint8": {
+            k: t for k, t in state.items() if k != f"{name}_scale_inv"
+        },
         "must be scales in uint8 or float8_e8m0fnu, got float32": state
         | {f"{name}_scale_inv": state[f"{name}_scale_inv"].float()},
         "or uint8 with scales, got float8_e4m3fn": state

@@ -50,7 +50,7 @@ class ConvertedExperts(NamedTuple):
     """Of all these experts together."""
     weights: str
     """How they are kept: ``"FP8"``, ``"MXFP4"``, ``"FP8 as loaded"``, ``"MXFP4 as loaded"``,
-    ``"both precisions"``, or the dtype of plain tensors."""
+    ``"both"``, or the dtype of plain tensors."""
     nbytes: int
     """Of the weights and their scales, on this process."""
     error: float | None = None
@@ -285,7 +285,7 @@ def _kind_of(module: nn.Module, name: str) -> str:
     """How a weight of a module is kept, in words."""
     w, frozen = local_part(getattr(module, name)), frozen_of(module).get(name)
     if isinstance(w, GroupedTensorWithMaster):
-        return "both precisions"
+        return "both"
     if frozen is not None:
         return frozen.weights.upper()
     if w.dtype == E4M3 or _is_packed(w):
