@@ -24,23 +24,24 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-@needs_gpu
-@pytest.mark.parametrize("first", range(0, 2000, AT_ONCE))
-def test_gpu_has_the_numbers_of_the_cpu(first: int, poisoned: None) -> None:
-    for seed in range(first, first + AT_ONCE):
+def compare(first: int, count: int) -> None:
+    for seed in range(first, first + count):
         text, run, allowed = drawn(seed)
         off = difference(run("cuda"), run("cpu"))
         assert off <= allowed, text
+
+
+@needs_gpu
+@pytest.mark.parametrize("first", range(0, 2000, AT_ONCE))
+def test_gpu_has_the_numbers_of_the_cpu(first: int, poisoned: None) -> None:
+    compare(first, AT_ONCE)
 
 
 @pytest.mark.nightly
 @needs_gpu
 @pytest.mark.parametrize("first", range(2000, 40000, 500))
 def test_many_more(first: int, poisoned: None) -> None:
-    for seed in range(first, first + 500):
-        text, run, allowed = drawn(seed)
-        off = difference(run("cuda"), run("cpu"))
-        assert off <= allowed, text
+    compare(first, 500)
 
 
 def test_a_seed_is_a_layer() -> None:
