@@ -8,8 +8,7 @@ scale for each 32. The roofs are this library's `grouped_mm` of the weight in BF
 `grouped_scaled_mm` of the weight in FP8. Where groups have few rows, as in generation, the weight's
 bytes bound the product: there the roof is a read of the packed bytes of the experts that have rows,
 half as many bytes copied. Where unsloth_zoo is installed its GEMM, in Triton, takes turns, too. A
-second table has `quantize_mxfp4` and `dequantize_mxfp4`, beside a copy
-that moves as many bytes.
+second table has `quantize_mxfp4` and `dequantize_mxfp4`, beside a copy that moves as many bytes.
 
 T rows, E groups, K in_features, N out_features.
 """
@@ -44,6 +43,7 @@ SIZES = {
 }
 TOKENS = 8192
 FEW_TOKENS = (1, 8, 64)
+FEW_SIZES = ("20b_gate_up", "120b_gate_up")
 PARTS = ("many", "few", "quantize")
 
 
@@ -103,24 +103,34 @@ def measure(
     report.add(case, timing.time_paired(calls, device, report.rounds), 2 * T * N * K)
 
 
-def measure_few(tokens: int, device: torch.device, report: timing.Report) -> None:
+def measure_few(
+    name: str, gemm: str, tokens: int, device: torch.device, report: timing.Report
+) -> None:
     """Few rows: the roof is a copy that moves as many bytes as the experts with rows have."""
-    E, N, K = SIZES["20b_gate_up"]
+    E, N, K = SIZES[name]
     offs_E = routed(tokens, E, device)
     T = int(offs_E[-1])
-    with_rows = int((offs_E.diff(prepend=offs_E.new_zeros(1)) > 0).sum())
+    counts_E = offs_E.diff(prepend=offs_E.new_zeros(1))
     w = ops.quantize_mxfp4(normal(E, N, K, device=device, scale=K**-0.5))
-    b = ops.dequantize_mxfp4(w.q, w.scale).mT
-    a = normal(T, K, device=device)
-    packed = with_rows * N * (K // 2 + K // 32)
+    w_ENK = ops.dequantize_mxfp4(w.q, w.scale)
+    is_fprop = gemm == "fprop"
+    b = w_ENK.mT if is_fprop else w_ENK
+    a = normal(T, K if is_fprop else N, device=device)
+    packed = int((counts_E > 0).sum()) * N * (K // 2 + K // 32)
     source = torch.empty(packed // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     calls = {
         "packed bytes": lambda: target.copy_(source),
         "bf16": lambda: ops.grouped_mm(a, b, offs_E),
-        "mxfp4": lambda: ops.grouped_mm_mxfp4(a, w.q, w.scale, offs_E),
+        "mxfp4": lambda: ops.grouped_mm_mxfp4(a, w.q, w.scale, offs_E, transpose_b=is_fprop),
     }
-    case: dict[str, str | int] = {"weight": "20b_gate_up", "a": "bf16", "gemm": "few", "T": T}
+    if (unsloth := alternatives.unsloth_mxfp4(device)) is not None:
+        blocks = w.q.unflatten(-1, (-1, 16))
+        calls["unsloth mxfp4"] = lambda: unsloth(a, blocks, w.scale, counts_E, is_fprop)
+    expected = calls["bf16"]()
+    for other in list(calls)[2:]:
+        check(f"{name} {tokens} tokens {other} {gemm}", calls[other](), expected)
+    case: dict[str, str | int] = {"weight": name, "a": "bf16", "gemm": f"few {gemm}", "T": T}
     report.add(case, timing.time_paired(calls, device, report.rounds), 2 * T * N * K)
 
 
@@ -186,8 +196,10 @@ def main() -> None:
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
     if "few" in args.parts:
-        for tokens in FEW_TOKENS[:1] if args.quick else FEW_TOKENS:
-            measure_few(tokens, device, report)
+        for name in [name for name in sizes if name in FEW_SIZES]:
+            for gemm in ("fprop", "dgrad"):
+                for tokens in FEW_TOKENS[:1] if args.quick else FEW_TOKENS:
+                    measure_few(name, gemm, tokens, device, report)
     for name in sizes if "quantize" in args.parts else ():
         measure_quantize(name, device, of_quantize)
     if report.rows:

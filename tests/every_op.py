@@ -5,9 +5,9 @@ For compute-sanitizer, which would take hours over the whole suite (.ci/sanitize
 
     compute-sanitizer --tool racecheck python tests/every_op.py --sizes rings grouped_mm
 
-With names of ops it calls those alone. Sizes: "small", of unaligned and empty groups; "rings", with
-which a GEMM's pipeline goes round, draws tickets and splits a sum, in BF16 alone and without
-variants; "many", of 1024 groups.
+With names of ops it calls those alone. Sizes: "small", of unaligned and empty groups; "few", of
+groups for whose few rows Hopper has other GEMMs; "rings", with which a GEMM's pipeline goes round,
+draws tickets and splits a sum, in BF16 alone and without variants; "many", of 1024 groups.
 
 Numbers are checked by the tests, not here.
 """
@@ -28,6 +28,7 @@ SIZES = {
         Groups((300, 0, 0, 0, 0), 300, K=272, N=144),
         Groups((5, 0, 131), 140, K=128, N=128),  # no tile of SwiGLU has columns of gate and of up
     ),
+    "few": (Groups((3, 0, 17, 9, 33), 70, K=272, N=144),),
     "rings": (Groups((4200, 0, 130, 2500, 1170), 8100, K=2048, N=1536),),
     "many": (Groups(tuple(0 if e % 43 == 5 else 1 + e % 3 for e in range(1024)), 2100),),
 }

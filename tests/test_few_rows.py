@@ -20,13 +20,15 @@ from support.tolerances import tolerance
 
 pytestmark = needs_gpu
 
-#: Rows of each group, N, K, and rows past the last group. Tiles have 32 rows and 64 columns, and a
-#: group with more than 32 rows has several; K of 208 and N of 272 fill no tile.
+#: Rows of each group, N, K, and rows past the last group. Tiles have 32 rows and 64 columns, of
+#: MXFP4 64 and 128 in dgrad. A group with more rows has several. K of 208, N of 272 fill no tile.
+#: Products in BF16 and FP8 compute "halves" of tiles where there are few, as in most of these.
 SHAPES = {
     "one_token": ([1] * 8, 256, 512, 0),
     "some": ([0, 1, 3, 0, 8, 17, 33, 2], 1536, 2048, 5),
     "all_in_one": ([0] * 15 + [200], 256, 768, 0),
     "many_groups": ([i % 7 if i % 3 else 0 for i in range(128)], 384, 768, 9),
+    "halves": ([2, 0, 35, 0, 0, 1], 80, 256, 3),
     "odd": ([5] * 32, 272, 208, 1),
     "two_blocks": ([16, 32, 1, 0, 0, 31, 15, 4], 2880, 2880, 2),
 }
@@ -42,7 +44,7 @@ def check(shape: str, products: Products, *, dtype: torch.dtype = BF16) -> None:
     sizes, _, K, tail = SHAPES[shape]
     T = sum(sizes) + tail
     source_SK = torch.randn(23, K, device="cuda").to(dtype)
-    rows_T = torch.randint(23, (16 * len(sizes) + T,), device="cuda", dtype=torch.int32)
+    rows_T = torch.randint(23, (32 * len(sizes) + T,), device="cuda", dtype=torch.int32)
     many = products(source_SK[rows_T.long()], None)
     poison_freed_memory("cuda")
     few = products(source_SK[rows_T[:T].long()], None)
@@ -108,6 +110,34 @@ def test_grouped_scaled_mm(shape: str, power_of_two_scales: bool) -> None:
         return tuple(
             ops.grouped_scaled_mm(*given, bias, out_dtype, rows)
             for bias, out_dtype in ((None, BF16), (bias_EN, BF16), (bias_EN.float(), FP32))
+        )
+
+    check(shape, products)
+
+
+IN_32S = {
+    transpose_b: [
+        name for name, sizes in SHAPES.items() if sizes[2 if transpose_b else 1] % 32 == 0
+    ]
+    for transpose_b in (True, False)
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "transpose_b"), [(shape, to) for to, shapes in IN_32S.items() for shape in shapes]
+)
+def test_grouped_mm_mxfp4(shape: str, transpose_b: bool) -> None:
+    w_ENK, bias_EN, offs_E = operands(shape)
+    w = ops.quantize_mxfp4(w_ENK if transpose_b else w_ENK.mT.contiguous())
+    a_low_TR = torch.randn(10**4, 16, device="cuda", dtype=BF16)
+    b_low_ERN = torch.randn(len(offs_E), 16, w_ENK.size(1), device="cuda", dtype=BF16)
+
+    def products(a: Tensor, rows: Tensor | None) -> tuple[Tensor, ...]:
+        low = {"a_low": a_low_TR[: len(a if rows is None else rows)], "b_low": b_low_ERN}
+        given: Any = {"rows": rows, "transpose_b": transpose_b}
+        return tuple(
+            ops.grouped_mm_mxfp4(a, w.q, w.scale, offs_E, bias, None, out_dtype, **given, **second)
+            for bias, out_dtype, second in ((None, BF16, {}), (bias_EN, BF16, low))
         )
 
     check(shape, products)

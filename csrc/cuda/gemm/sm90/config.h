@@ -34,6 +34,7 @@ constexpr TileShape kTile16BitSwapped{192, 128, 64, 4, 2};  // see swapped.cuh
 constexpr TileShape kTile16BitKGrouped{128, 256, 32, 6, 2};
 constexpr TileShape kTileFp8{128, 192, 128, 4, 2};
 constexpr TileShape kTileMxfp4{256, 128, 64, 4, 2};
+constexpr TileShape kTileMxfp4FewRows{64, 128, 64, 4, 2};  // of dgrad, see kernel_mxfp4.cuh
 constexpr int kNarrowTileN = 64;
 
 constexpr int kTileM = 128;
@@ -52,8 +53,6 @@ constexpr int kArrivingLanes = 32;
 constexpr int kArrivingLanes = 1;
 #endif
 constexpr bool kEveryLaneArrives = kArrivingLanes > 1;
-// The arrivals of a math warp at the barrier of a stage, in each block of the cluster.
-constexpr int kReleases = kEveryLaneArrives ? kArrivingLanes / kClusterSize : 1;
 
 // The layouts' blocks, 128 like kTileM. GemmConfig asserts what the kernels need of their equality.
 constexpr int kScaleBlock = kBlock;   // elements of K, or columns, that share an FP8 scale
@@ -177,7 +176,7 @@ struct GemmConfig {
   // column, because TMA takes longer for twice as many lines of 32. An MN-major one has a k-block.
   static constexpr int kPackedK = kBMajor == Major::kK ? 128 : kTileK;
   static constexpr int kPackedBytes = kTileN * kPackedK / 2;
-  static constexpr int kPackedStages = kBMajor == Major::kK ? 2 : 4;
+  static constexpr int kPackedStages = kBMajor == Major::kK ? 2 : kTileM == 64 ? 8 : 4;
   // Its scales are bfloat16: K-major a pair of them for each column and k-block, MN-major 64 for each
   // 32 columns.
   static constexpr int kScaleBytes = kBMajor == Major::kK ? 8 * kTileN : kTileN / 32 * 128;

@@ -10,8 +10,8 @@ namespace {
 
 using Bf16 = __nv_bfloat16;
 
-template <Major b_major, bool low_rank>
-using Mxfp4Gemm = GemmConfig<Bf16, Mxfp4<Bf16, kTileMxfp4.m>,
+template <TileShape tile, Major b_major, bool low_rank>
+using Mxfp4Gemm = GemmConfig<Bf16, Mxfp4<Bf16, tile.m>,
                              GemmTraits{.grouping = Grouping::kM,
                                         .scaling = Scaling::kNone,
                                         .a_major = Major::kK,
@@ -19,8 +19,8 @@ using Mxfp4Gemm = GemmConfig<Bf16, Mxfp4<Bf16, kTileMxfp4.m>,
                                         .gathers = false,
                                         .transposed = false,
                                         .store_work = StoreWork::kStore,
-                                        .tile_n = kTileMxfp4.n,
-                                        .stages = kTileMxfp4.stages,
+                                        .tile_n = tile.n,
+                                        .stages = tile.stages,
                                         .low_rank = low_rank}>;
 
 // The scales of w [E, N, K] in the order in which the kernel loads them.
@@ -41,10 +41,10 @@ Tensor ordered_scales(const Launch& launch, const GroupedGemm& gemm, Major major
   return out;
 }
 
-template <Major major, bool low_rank>
+template <TileShape tile, Major major, bool low_rank>
 void launch_mxfp4(const Launch& launch, const GroupedGemm& gemm) {
-  using Gemm = Mxfp4Gemm<major, low_rank>;
-  static_assert(Gemm::kTileM == kTileMxfp4.m && Gemm::kTileK == kTileMxfp4.k);
+  using Gemm = Mxfp4Gemm<tile, major, low_rank>;
+  static_assert(Gemm::kTileM == tile.m && Gemm::kTileK == tile.k);
   constexpr bool k_major = major == Major::kK;
   const char* op = launch.op();
   const GemmShape& shape = gemm.shape;
@@ -86,8 +86,8 @@ void launch_mxfp4(const Launch& launch, const GroupedGemm& gemm) {
     low.r_stride = low_b.stride(2);
   }
   constexpr auto kernel = mxfp4_gemm_kernel<Gemm>;
-  launch.allow_shared_bytes<kernel>(shared_bytes<Gemm>());
-  const int clusters = launch.multiprocessors() / kClusterSize;
+  launch.allow_shared_bytes<kernel, kMxfp4Blocks<Gemm> != 1>(shared_bytes<Gemm>());
+  const int clusters = kMxfp4Blocks<Gemm> * launch.multiprocessors() / kClusterSize;
   launch.run(kernel, clusters * kClusterSize, Gemm::kThreads, shared_bytes<Gemm>(), maps,
              gemm.offs.const_data_ptr<int32_t>(), low, gemm.epilogue, tile_counts<Gemm>(shape),
              shape);
@@ -96,14 +96,17 @@ void launch_mxfp4(const Launch& launch, const GroupedGemm& gemm) {
 }  // namespace
 
 void run_mxfp4(const Launch& launch, const GroupedGemm& in, Major major) {
-  // Where groups have few rows, the weight's bytes bound a GEMM. Training, where dgrad is, has more.
+  // Where groups have few rows, the weight's bytes bound a GEMM. dgrad's tiles of few rows take as
+  // long as the others with some 48 rows a group (H200, 2026-11).
   if (major == Major::kK && in.shape.T <= 16 * in.shape.E) return run_mxfp4_few_rows(launch, in);
   const GroupedGemm gemm = gather_before(launch, in);
   const auto run = [&]<bool low_rank>() {
     if (major == Major::kK)
-      launch_mxfp4<Major::kK, low_rank>(launch, gemm);
+      launch_mxfp4<kTileMxfp4, Major::kK, low_rank>(launch, gemm);
+    else if (gemm.shape.T <= 32 * gemm.shape.E)
+      launch_mxfp4<kTileMxfp4FewRows, Major::kMN, low_rank>(launch, gemm);
     else
-      launch_mxfp4<Major::kMN, low_rank>(launch, gemm);
+      launch_mxfp4<kTileMxfp4, Major::kMN, low_rank>(launch, gemm);
   };
   if (gemm.low.a)
     run.template operator()<true>();

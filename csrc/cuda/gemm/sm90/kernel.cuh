@@ -188,7 +188,7 @@ __device__ void prologue(Control& control, const TensorMaps& maps) {
       mbarrier_init(&control.full[stage],
                     Producer::template kArrivals<Config> + roles.count(Role::kScales));
       // Every math warp of the cluster arrives: a stage has parts that the other block loads.
-      mbarrier_init(&control.empty[stage], kMathWarps * kClusterSize * kReleases);
+      mbarrier_init(&control.empty[stage], kMathWarps * kClusterSize * kArrivingLanes);
       if (Config::kScale1x128) mbarrier_init(&control.scales_full[stage], 1);
     }
     for (int slot = 0; slot < kTileSlots; ++slot) {

@@ -26,7 +26,8 @@
 // The blocks of a cluster do not share b, whose bytes are few. Math warps store their part of a tile
 // themselves: their buffers are not written again before the next tile ends.
 //
-// Where groups have few rows, kernel_mxfp4_few_rows.cuh takes its place.
+// Where groups have few rows, kernel_mxfp4_few_rows.cuh takes its place in fprop. dgrad has tiles of 64
+// rows there, whose accumulators leave room for two blocks, so that one decodes while the other waits.
 #pragma once
 
 #include "cuda/common/elements.cuh"
@@ -37,12 +38,17 @@
 
 namespace grouped_linear::cuda::sm90 {
 
+// Blocks of a multiprocessor.
+template <typename Config>
+constexpr int kMxfp4Blocks = Config::kTileM == kTileMxfp4FewRows.m ? 2 : 1;
+
 // A thread of warpgroup 0 has so many registers, and leaves the rest of those that each has at
 // first to the math warps.
 constexpr int kMxfp4HelperRegisters = TmaProducer::kRegisters;
 template <typename Config>
 constexpr int kMxfp4MathRegisters =
-    (Config::kThreads / 128 * ((1 << 16) / Config::kThreads / 8 * 8) - kMxfp4HelperRegisters) /
+    (Config::kThreads / 128 * ((1 << 16) / kMxfp4Blocks<Config> / Config::kThreads / 8 * 8) -
+     kMxfp4HelperRegisters) /
     Config::kMathWarpgroups / 8 * 8;
 
 __device__ __forceinline__ uint4 ld_shared_uint4(uint32_t address) {
@@ -332,8 +338,7 @@ __device__ void multiply_tiles(SharedStorage<Config>& shared, const TensorMaps& 
   WeightFragments<Config> weight(shared, warpgroup);
   PipelineState<Config::kStages> state;
   const auto release = [&](int stage) {
-    __syncwarp();
-    if (lane < kClusterSize) mbarrier_arrive_remote(first_empty + stage * sizeof(uint64_t));
+    release_stage(first_empty, stage, static_cast<int>(lane));
   };
 #pragma unroll 1
   for (int number = 0;; ++number) {
@@ -427,10 +432,10 @@ __device__ void multiply_tiles(SharedStorage<Config>& shared, const TensorMaps& 
       }
     };
     const int tile_rows = tile.row_end - tile.row;
-    if (tile_rows > 128)
-      multiply(Int<256>());
+    if (tile_rows > Config::kTileM / 2)
+      multiply(Int<Config::kTileM>());
     else
-      multiply(Int<128>());
+      multiply(Int<Config::kTileM / 2>());
     switch (epilogue.type) {
       case OutputType::kBFloat16:
         store_part<__nv_bfloat16>(accum, shared, maps, epilogue, shape, tile, weight, warpgroup);
@@ -446,11 +451,12 @@ __device__ void multiply_tiles(SharedStorage<Config>& shared, const TensorMaps& 
 }
 
 template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1) __cluster_dims__(kClusterSize)
-    mxfp4_gemm_kernel(const __grid_constant__ TensorMaps maps, const int32_t* offs,
-                      const __grid_constant__ Mxfp4LowRank<Config> low,
-                      const EpilogueArguments epilogue, const __grid_constant__ TileCounts counts,
-                      const GemmShape shape) {
+__global__ void __launch_bounds__(Config::kThreads, kMxfp4Blocks<Config>)
+    __cluster_dims__(kClusterSize)
+        mxfp4_gemm_kernel(const __grid_constant__ TensorMaps maps, const int32_t* offs,
+                          const __grid_constant__ Mxfp4LowRank<Config> low,
+                          const EpilogueArguments epilogue,
+                          const __grid_constant__ TileCounts counts, const GemmShape shape) {
   constexpr int math_warps = 4 * Config::kMathWarpgroups;
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& shared = *reinterpret_cast<SharedStorage<Config>*>(raw);
@@ -460,7 +466,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) __cluster_dims__(kCluster
     prefetch_tensor_map(&maps.out);
     for (int stage = 0; stage < Config::kStages; ++stage) {
       mbarrier_init(&shared.full[stage], TmaProducer::kArrivals<Config>);
-      mbarrier_init(&shared.empty[stage], math_warps * kClusterSize * kReleases);
+      mbarrier_init(&shared.empty[stage], math_warps * kClusterSize * kArrivingLanes);
     }
     for (int stage = 0; stage < Config::kPackedStages; ++stage) {
       mbarrier_init(&shared.packed_full[stage], 1);

@@ -212,7 +212,7 @@ __device__ void order_rows(SharedStorage& shared, const GemmShape& shape, Waves 
         to[2] = make_uint2(prmt(v.z, v.w, 0x5410), prmt(v.z, v.w, 0x7632));
       }
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(&shared.ordered[at.slot]);
+      if (lane < kArrivingLanes) mbarrier_arrive(&shared.ordered[at.slot]);
     }
   }
 }
@@ -458,7 +458,7 @@ __device__ void multiply_tiles(SharedStorage& shared, const Operands& in,
   for (int stage = 0; stage < kStages; ++stage) loader.load(stage);
   const auto release = [&](int slot) {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(&shared.empty[slot]);
+    if (lane < kArrivingLanes) mbarrier_arrive(&shared.empty[slot]);
   };
   // Block 0 of this thread's lines; lines eight apart are swizzled alike.
   const uint32_t words =
@@ -512,7 +512,7 @@ __device__ void multiply_tiles(SharedStorage& shared, const Operands& in,
         if (waves.last) {
 #pragma unroll
           for (int i = 0; i < pieces; ++i)
-            if (lane == 0) mbarrier_arrive(&shared.empty[slots[i]]);
+            if (lane < kArrivingLanes) mbarrier_arrive(&shared.empty[slots[i]]);
         }
         loader.load(stage);
         stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -537,8 +537,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& shared = *reinterpret_cast<SharedStorage*>(raw);
   if (threadIdx.x < kRowSlots) {
     mbarrier_init(&shared.loaded[threadIdx.x], 1);
-    mbarrier_init(&shared.ordered[threadIdx.x], 1);
-    mbarrier_init(&shared.empty[threadIdx.x], kMathWarps);
+    mbarrier_init(&shared.ordered[threadIdx.x], kArrivingLanes);
+    mbarrier_init(&shared.empty[threadIdx.x], kMathWarps * kArrivingLanes);
     fence_mbarrier_init();
   }
   // Pieces that no copy fills are looked at all the same.

@@ -156,6 +156,18 @@ constexpr int shared_bytes() {
   return sizeof(SharedStorage<Config>);
 }
 
+// By a math warp: hands a stage back to the producers of both blocks, which may have loaded parts of
+// it. first_empty: of empty[0] in the block of rank lane % kClusterSize.
+__device__ __forceinline__ void release_stage(uint32_t first_empty, int stage, int lane) {
+  __syncwarp();  // the whole warp has read the stage's scales
+  const int offset = stage * static_cast<int>(sizeof(uint64_t));
+  if constexpr (kEveryLaneArrives)
+    mbarrier_arrive_remote(__shfl_xor_sync(kFullWarp, first_empty, 1) + offset);
+  else if (lane >= kClusterSize)
+    return;
+  mbarrier_arrive_remote(first_empty + offset);
+}
+
 // The pipeline as a math warp sees it.
 template <typename Config>
 class ConsumerPipeline {
@@ -165,11 +177,8 @@ class ConsumerPipeline {
         first_full_(kept_smem_address(shared.full) + (Config::kScale1x128 ? divergent_zero() : 0)),
         lane_(lane) {}
 
-  // Hands a stage back to the producers of both blocks, which may have loaded parts of it.
   __device__ __forceinline__ void release(int stage) const {
-    __syncwarp();  // the whole warp has read the stage's scales
-    if (!kEveryLaneArrives && lane_ >= kClusterSize) return;
-    mbarrier_arrive_remote(first_empty_ + stage * sizeof(uint64_t));
+    release_stage(first_empty_, stage, lane_);
   }
 
   __device__ __forceinline__ uint32_t full(int stage) const {

@@ -106,7 +106,7 @@ __device__ __forceinline__ void wgmma(float (&d)[count], uint64_t a, uint64_t b,
 // rows lane / 4 and 8 below in turn, elements 2 (lane % 4) and the next, then the ones 8 further on.
 template <int n, int count>
 __device__ __forceinline__ void wgmma_registers(float (&d)[count], const uint32_t* a, uint64_t b) {
-  static_assert(n == 128 || n == 256);
+  static_assert(n == 32 || n == 64 || n == 128 || n == 256);
 #define GROUPED_LINEAR_WGMMA_A(n, a0, a1, a2, a3, b_at)                             \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #n                               \
                "k16.f32.bf16.bf16 "                                                 \
@@ -114,7 +114,11 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[count], const uint32_
                                        ", 1, 1, 1, 0;\n"                            \
                : GROUPED_LINEAR_D##n                                                \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-  if constexpr (n == 128)
+  if constexpr (n == 32)
+    GROUPED_LINEAR_WGMMA_A(32, "%16", "%17", "%18", "%19", "%20");
+  else if constexpr (n == 64)
+    GROUPED_LINEAR_WGMMA_A(64, "%32", "%33", "%34", "%35", "%36");
+  else if constexpr (n == 128)
     GROUPED_LINEAR_WGMMA_A(128, "%64", "%65", "%66", "%67", "%68");
   else
     GROUPED_LINEAR_WGMMA_A(256, "%128", "%129", "%130", "%131", "%132");
