@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/common/cp_async.cuh"
+#include "cuda/common/shared_memory.cuh"
 #include "cuda/common/elements.cuh"
 #include "cuda/common/fp8.cuh"
 #include "cuda/common/groups.cuh"

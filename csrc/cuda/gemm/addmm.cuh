@@ -10,8 +10,8 @@
 // memory, its threads load their elements of c into registers. Three blocks fit on an SM.
 #pragma once
 
-#include "cuda/common/cp_async.cuh"
 #include "cuda/common/pdl.cuh"
+#include "cuda/common/shared_memory.cuh"
 #include "cuda/gemm/epilogue_math.cuh"
 #include "cuda/gemm/sm80/ptx.cuh"
 
@@ -117,13 +117,12 @@ __global__ void __launch_bounds__(kAddmmThreads)
       uint32_t of_a[2][4], of_b[2][4];
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        sm80::ldmatrix_x4(of_a[i], sm80::smem_address(
-                                       &stage.a[warp_row + 16 * i + lane % 16][k + lane / 16 * 8]));
+        ldmatrix_x4(of_a[i],
+                    smem_address(&stage.a[warp_row + 16 * i + lane % 16][k + lane / 16 * 8]));
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        sm80::ldmatrix_x4<true>(
-            of_b[j],
-            sm80::smem_address(&stage.b[k + lane % 16][warp_col + 16 * j + lane / 16 * 8]));
+        ldmatrix_x4<true>(of_b[j],
+                          smem_address(&stage.b[k + lane % 16][warp_col + 16 * j + lane / 16 * 8]));
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll

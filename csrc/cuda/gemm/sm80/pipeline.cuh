@@ -3,7 +3,7 @@
 // the next tile's first stages arrive while a tile's outputs are written.
 #pragma once
 
-#include "cuda/common/cp_async.cuh"
+#include "cuda/common/shared_memory.cuh"
 #include "cuda/gemm/sm80/loader.cuh"
 #include "cuda/gemm/sm80/mxfp4_loader.cuh"
 #include "cuda/gemm/sm80/shared_storage.cuh"

@@ -33,9 +33,7 @@ __device__ __forceinline__ void fence_operand(float (&d)[count]) {
 // A shared memory address that stays in a register. In a long loop the compiler computes it anew
 // for every use otherwise.
 __device__ __forceinline__ uint32_t kept_smem_address(const void* pointer) {
-  uint32_t address = smem_address(pointer);
-  asm volatile("" : "+r"(address));
-  return address;
+  return kept(smem_address(pointer));
 }
 
 // A zero whose value the compiler does not know. It clears accumulators two at a time in register

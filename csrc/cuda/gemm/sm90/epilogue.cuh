@@ -138,7 +138,7 @@ __device__ __forceinline__ void add_buffers(float (&accum)[Config::kTileN / 2],
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         uint32_t pairs[4];
-        ldmatrix_x4(matrix_row(from[i], j), pairs);
+        ldmatrix_x4(pairs, smem_address(matrix_row(from[i], j)));
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           const T* pair = reinterpret_cast<const T*>(&pairs[k]);
@@ -241,7 +241,7 @@ __device__ __forceinline__ void add_transposed(float (&accum)[Config::kTileN / 2
   for_transposed<T, Config>(from, subtile, [&](uint8_t* place, int k, int j) {
     if constexpr (sizeof(T) == 2) {
       uint32_t pairs[4];
-      ldmatrix_x4_trans(place, pairs);
+      ldmatrix_x4<true>(pairs, smem_address(place));
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         accum[4 * j + i] += static_cast<float>(reinterpret_cast<const T*>(&pairs[i / 2])[i % 2]);

@@ -9,8 +9,8 @@
 // Bytes: every block gathers its own tile. The blocks of a cluster share the other operand's.
 #pragma once
 
-#include "cuda/common/cp_async.cuh"
 #include "cuda/common/row_numbers.cuh"
+#include "cuda/common/shared_memory.cuh"
 #include "cuda/gemm/sm90/producer.cuh"
 
 namespace grouped_linear::cuda::sm90 {

@@ -58,18 +58,6 @@ __device__ __forceinline__ uint4 ld_shared_uint4(uint32_t address) {
                : "r"(address));
   return v;
 }
-__device__ __forceinline__ uint32_t ld_shared_uint(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-  return v;
-}
-__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t address, uint32_t* r) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
 // By one warp: loads packed tiles, and their scales.
 template <typename Config>
 __device__ void load_packed(SharedStorage<Config>& shared, const TensorMaps& maps) {
@@ -96,13 +84,6 @@ __device__ void load_packed(SharedStorage<Config>& shared, const TensorMaps& map
       }
     }
   }
-}
-
-// A value that stays in its register. ptxas (nvcc 13.0) computes what depends on the thread's index
-// anew in every k-block otherwise.
-__device__ __forceinline__ uint32_t kept(uint32_t value) {
-  asm volatile("" : "+r"(value));
-  return value;
 }
 
 // A math thread's part of the weight: wgmma's first operand, four registers for each 16 along K.
@@ -164,8 +145,8 @@ class WeightFragments {
         }
       }
     } else {
-      ldmatrix_x4_trans(codes, words_);
-      ldmatrix_x4_trans(codes + 32 * (Config::kTileN / 2), words_ + 4);
+      ldmatrix_x4<true>(words_, codes);
+      ldmatrix_x4<true>(words_ + 4, codes + 32 * (Config::kTileN / 2));
 #pragma unroll
       for (int i = 0; i < 8; ++i) factors_[i] = ld_shared_uint(scales + i * 16);
     }

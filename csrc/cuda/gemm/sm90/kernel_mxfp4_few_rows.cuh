@@ -27,10 +27,10 @@
 // products to the largest one before it adds them.
 #pragma once
 
-#include "cuda/common/cp_async.cuh"
 #include "cuda/common/groups.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/row_numbers.cuh"
+#include "cuda/common/shared_memory.cuh"
 #include "cuda/gemm/epilogue_math.cuh"
 #include "cuda/gemm/mxfp4_bf16.cuh"
 #include "cuda/gemm/sm80/ptx.cuh"
@@ -310,12 +310,6 @@ __device__ __forceinline__ void decode(uint32_t codes, uint32_t (&to)[4]) {
 
 __device__ __forceinline__ bool any_above_128(uint32_t bytes) {
   return (((bytes & 0x7f7f7f7f) + 0x7f7f7f7f) & bytes & 0x80808080) != 0;
-}
-
-__device__ __forceinline__ uint32_t ld_shared_uint(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-  return v;
 }
 
 // A scale as bfloat16, twice.

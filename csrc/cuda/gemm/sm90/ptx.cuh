@@ -9,24 +9,16 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/common/shared_memory.cuh"
 #include "cuda/gemm/sm90/debug_wait.cuh"
 
 namespace grouped_linear::cuda::sm90 {
 
 // --- shared memory -------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 __device__ __forceinline__ float ld_shared_float(uint32_t address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
-  return value;
-}
-__device__ __forceinline__ float2 ld_shared_float2(uint32_t address) {
-  float2 value;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address));
   return value;
 }
 __device__ __forceinline__ void st_shared_float2(uint32_t address, float x, float y) {
@@ -51,20 +43,6 @@ __device__ __forceinline__ void stmatrix_x4_trans(void* row, uint32_t r0, uint32
                "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x4_trans(const void* row, uint32_t (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(smem_address(row))
-               : "memory");
-}
-
-__device__ __forceinline__ void ldmatrix_x4(const void* row, uint32_t (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(smem_address(row))
-               : "memory");
-}
-
 // Orders this thread's ordinary writes to shared memory before the reads of wgmma and of TMA.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -336,15 +314,6 @@ __device__ __forceinline__ void bulk_commit() {
 template <int in_flight>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(in_flight) : "memory");
-}
-
-// --- words ---------------------------------------------------------------------------------------
-
-// Two products in bfloat16. Subnormal numbers stay what they are.
-__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
-  uint32_t product;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-  return product;
 }
 
 // --- warps and registers -------------------------------------------------------------------------
