@@ -122,6 +122,7 @@ struct ElementwiseEpilogue {
     const Arguments& args = params.epilogue;
     const GemmShape& shape = params.shape;
     constexpr Roles roles = Config::kRoles;
+    // Three warps share the 128 rows of both warpgroups: 44, 44, and 20 of each for the one that helps.
     constexpr int warps = roles.count(Role::kStore), own_rows = warps == 3 ? 44 : kWgmmaM;
     constexpr bool swapped = Config::kSwapped;
     const bool helps = warp == 1, both = helps || swapped;
