@@ -22,6 +22,7 @@ are zero there. ``scale`` multiplies to dequantize: ``x ~ q * scale``.
 
 ``grouped_mm`` and ``topk_experts`` are differentiable. The floating-point results of other ops
 refuse a gradient: a backward raises RuntimeError with a sentence that says what to use instead.
+Forward-mode autograd raises NotImplementedError.
 
 Every op raises RuntimeError for a wrong shape, dtype, device, size or option, with one sentence
 that names the op, the rule and the value. Fake tensors, CPU and CUDA give the same sentence. On

@@ -66,10 +66,9 @@ class SwiGLU(Activation):
 
         h = g * sigmoid(alpha * (g + cubic * g**3)) * (u + beta)
 
-    The default is ``silu(gate) * up``. With two constants it is the tanh form of GELU, which is a
-    sigmoid too: 0.5 * (1 + tanh(x)) = sigmoid(2 * x). Where the limit clamps gate or up, the
-    gradient is zero; at the limit itself it passes, as torch.clamp's did until torch 2.13 (2.15's
-    does not).
+    The default is ``silu(gate) * up``. With two constants it is the tanh form of GELU: 0.5 * (1 +
+    tanh(x)) = sigmoid(2 * x). Where the limit clamps gate or up, the gradient is zero; at the limit
+    itself it passes, as torch.clamp's did until torch 2.13 (2.15's does not).
 
     ===============================  ===========================================================
     DeepSeek V4, GLM-5.3-Flash, Hy4  ``SwiGLU(limit=10.0)``, or the limit of the model's config
@@ -237,7 +236,8 @@ class SquaredReLU(Activation):
 class SwigluQuantized(NamedTuple):
     """The results of :func:`group_quantize_swiglu`; None for one that was not requested.
 
-    q, scale, q_t and scale_t are those of h, as :class:`GroupQuantized` has them.
+    q, scale, q_t and scale_t are those of h, as :class:`GroupQuantized` has them; h [T, K] has
+    gate_up's dtype.
     """
 
     q: Tensor | None
@@ -245,25 +245,25 @@ class SwigluQuantized(NamedTuple):
     q_t: Tensor | None
     scale_t: Tensor | None
     h: Tensor | None
-    """[T, K] of gate_up's dtype."""
 
 
 class SwigluGrad(NamedTuple):
-    """The results of :func:`swiglu_grad`."""
+    """The results of :func:`swiglu_grad`.
+
+    d_gate_up [T, 2 K] and the weighted h [T, K] have dh's dtype; d_weight is [T] float32.
+    """
 
     d_gate_up: Tensor
-    """[T, 2 K] of dh's dtype."""
     h: Tensor
-    """[T, K] of dh's dtype, weighted."""
     d_weight: Tensor
-    """[T] float32."""
 
 
 class SwigluGradQuantized(NamedTuple):
     """The results of :func:`group_quantize_swiglu_grad`; None for one that was not requested.
 
     The first five are those of d_gate_up [T, 2 K], the next two the q_t and scale_t of h [T, K], as
-    :class:`GroupQuantized` has them.
+    :class:`GroupQuantized` has them; then the weighted h [T, K] of dh's dtype, and d_weight [T]
+    float32.
     """
 
     q: Tensor | None
@@ -274,25 +274,21 @@ class SwigluGradQuantized(NamedTuple):
     h_t: Tensor | None
     scale_h_t: Tensor | None
     h: Tensor | None
-    """[T, K] of dh's dtype, weighted."""
     d_weight: Tensor
-    """[T] float32."""
 
 
 def swiglu(gate_up: Tensor, offs: Tensor, activation: SwiGLU = PLAIN) -> Tensor:
     """The gated activation between the two linear layers of an expert.
 
-    With gate = gate_up[:, :K] and up = gate_up[:, K:]: ``h = silu(gate) * up``, silu(g) = g /
-    (1 + exp(-g)), computed in float32 and rounded once. CPU and GPU do the same operations in the
-    same order and give the same bits.
+    ``h = silu(gate) * up``, with gate = gate_up[:, :K] and up = gate_up[:, K:], is computed in
+    float32 and rounded once, with the same bits on CPU and GPU.
 
     Args:
         gate_up: [T, 2 K] bfloat16, float16 or float32, K a multiple of 16.
         offs: [E] int32 group ends.
         activation: another form, see :class:`grouped_linear.SwiGLU`.
 
-    Returns:
-        [T, K]; zero at and past offs[-1].
+    Returns: [T, K]; zero at and past offs[-1].
 
     >>> gate_up = torch.cat([torch.zeros(2, 16), torch.ones(2, 16)], dim=1)
     >>> swiglu(gate_up + 1, torch.tensor([1], dtype=torch.int32))[:, 0]  # silu(1) * 2
@@ -306,23 +302,16 @@ def swiglu_grad(
 ) -> SwigluGrad:
     """The backward of an expert's activation, whose output row t is weighted by weight[t].
 
-    dh is the gradient by h = swiglu(gate_up) of the unweighted output. With s = 1 / (1 +
-    exp(-gate))::
+    dh is the gradient by h = swiglu(gate_up) of the unweighted output. With the names of
+    :class:`grouped_linear.SwiGLU` and s = 1 / (1 + exp(-alpha * (g + cubic * g**3)))::
 
-        d_gate[t]   = weight[t] * dh[t] * up[t] * s * (1 + gate[t] * (1 - s))
-        d_up[t]     = weight[t] * dh[t] * silu(gate[t])
-        h[t]        = weight[t] * swiglu(gate_up)[t]
-        d_weight[t] = sum over k of dh[t, k] * swiglu(gate_up)[t, k]
+        slope    = s * (1 + alpha * (g + 3 * cubic * g**3) * (1 - s))
+        d_gate   = weight * dh * (u + beta) * slope    where gate <= limit, else 0
+        d_up     = weight * dh * g * s                 where abs(up) <= limit, else 0
+        h        = weight * swiglu(gate_up)
+        d_weight = (dh * swiglu(gate_up)).sum(dim=1)   in a fixed order
 
-    All are computed in float32 and rounded once. For other forms, with g, u, alpha, beta and cubic
-    of :class:`grouped_linear.SwiGLU` and s = 1 / (1 + exp(-alpha * (g + cubic * g**3)))::
-
-        slope  = s * (1 + alpha * (g + 3 * cubic * g**3) * (1 - s))
-        d_gate = weight * dh * (u + beta) * slope  if gate <= limit, else 0
-        d_up   = weight * dh * g * s               if abs(up) <= limit, else 0
-
-    d_gate_up and h have the same bits on CPU and GPU. d_weight is a sum whose order is fixed on
-    either.
+    All are computed in float32 and rounded once. d_gate_up and h have the same bits on CPU and GPU.
 
     Args:
         dh: [T, K] bfloat16, float16 or float32, K a multiple of 16.
@@ -355,27 +344,15 @@ def group_quantize_swiglu(
     share_scales: bool = False,
     activation: SwiGLU = PLAIN,
 ) -> SwigluQuantized:
-    """Compute ``h = silu(gate) * up`` and quantize it, in bfloat16 in one pass, without writing h.
+    """:func:`group_quantize` of h = :func:`swiglu` of gate_up [T, 2 K], with the same bits.
 
-    The bits are those of :func:`group_quantize` of :func:`swiglu`: h is rounded to gate_up's dtype,
-    then quantized. On a GPU float16 and float32 take these two passes.
+    In bfloat16 it is one pass, which does not write h; on a GPU other dtypes take two. With
+    ``keep_h`` it returns h [T, K] too, zero at and past offs[-1].
 
-    Args:
-        gate_up, offs, activation: see :func:`swiglu`.
-        amax_epsilon, power_of_two_scales, share_scales: see :func:`group_quantize`.
-        rowwise, columnwise: which layouts to return, see :func:`group_quantize`.
-        keep_h: return h too, which is then written.
-
-    Returns:
-        q, scale, q_t and scale_t of h [T, K], in the layouts of :func:`group_quantize`; h, zero at
-        and past offs[-1].
-
-    >>> from grouped_linear.ops import group_quantize
     >>> gate_up, offs = torch.randn(10, 128), torch.tensor([3, 10], dtype=torch.int32)
-    >>> fused = group_quantize_swiglu(gate_up, offs)
-    >>> unfused = group_quantize(swiglu(gate_up, offs), offs)
-    >>> torch.equal(fused.q.view(torch.uint8), unfused.q.view(torch.uint8))
-    True
+    >>> quantized = group_quantize_swiglu(gate_up, offs, columnwise=True)
+    >>> quantized.q.shape, quantized.q_t.shape
+    (torch.Size([10, 64]), torch.Size([2, 64, 128]))
     """
     scaling, flags = (amax_epsilon, power_of_two_scales), (rowwise, columnwise, keep_h)
     outputs = OPS.group_quantize_swiglu(
@@ -400,25 +377,12 @@ def group_quantize_swiglu_grad(
     share_h_scales: bool = False,
     activation: SwiGLU = PLAIN,
 ) -> SwigluGradQuantized:
-    """Compute :func:`swiglu_grad` and quantize it, where it can in one pass, without writing it.
+    """:func:`group_quantize` of d_gate_up = :func:`swiglu_grad` [T, 2 K], with the same bits.
 
-    The bits are those of :func:`group_quantize` of the results of :func:`swiglu_grad`. On a GPU it
-    is one pass in bfloat16, if K is a multiple of 128, rows are aligned to 16 bytes, and gate and
-    up are not interleaved; else it is these two.
-
-    Args:
-        dh, gate_up, weight, offs, activation: see :func:`swiglu_grad`.
-        amax_epsilon, power_of_two_scales: see :func:`group_quantize`.
-        rowwise: return q and scale of d_gate_up.
-        columnwise: return q_t and scale_t of d_gate_up.
-        bias_grad: return the sum of d_gate_up over each group's rows.
-        h_columnwise: return h_t and scale_h_t, the columnwise data of the weighted h.
-        keep_h: return the weighted h itself. With both, it is two passes.
-        share_h_scales: of h_t and scale_h_t, see ``share_scales`` of :func:`group_quantize`.
-
-    Returns:
-        The results of :func:`group_quantize` for d_gate_up [T, 2 K], and columnwise for h [T, K];
-        h, whose rows at and past offs[-1] hold anything; d_weight [T] float32, zero there.
+    ``h_columnwise`` returns the columnwise data of the weighted h [T, K] too, with
+    ``share_h_scales`` as ``share_scales``; ``keep_h`` returns h itself, whose rows at and past
+    offs[-1] hold anything. On a GPU it is one pass in bfloat16, if K is a multiple of 128, rows are
+    aligned to 16 bytes, gate and up are not interleaved, and one of the two is asked for at most.
 
     >>> dh, gate_up, offs = torch.randn(10, 64), torch.randn(10, 128), torch.tensor([3, 10]).int()
     >>> dy = group_quantize_swiglu_grad(dh, gate_up, torch.rand(10), offs, h_columnwise=True)

@@ -23,18 +23,11 @@ def _dtype_or(default: torch.dtype, dtype: torch.dtype | None) -> torch.dtype | 
 
 
 def addmm(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``c + a @ b``: torch.addmm in 16 bits, for a short K. A sum in float32, rounded once.
+    """``c + a @ b`` for a short K: torch.addmm in 16 bits, without its copy of c.
 
-    It adds a router's gradient by x to that of the experts: the backward of
-    :func:`grouped_linear.nn.router.router_logits`. torch.addmm copies c first. Not differentiable.
-
-    Args:
-        c: [M, N] bfloat16 or float16, N a multiple of 16.
-        a: [M, K] of c's dtype.
-        b: [K, N] of c's dtype.
-
-    Returns:
-        [M, N] of c's dtype.
+    c [M, N] is bfloat16 or float16, N a multiple of 16; a [M, K] and b [K, N] have c's dtype, and
+    so has the result. The sum is in float32 and rounded once. It adds a router's gradient by x to
+    that of the experts: the backward of :func:`grouped_linear.nn.router.router_logits`.
 
     >>> c, a, b = (torch.ones(*shape).bfloat16() for shape in ((2, 16), (2, 4), (4, 16)))
     >>> addmm(c, a, b)[:, 0]
@@ -55,12 +48,10 @@ def grouped_mm(
 ) -> Tensor:
     """Multiply each group of rows by its own matrix. Differentiable.
 
-    For group e and its rows t: ``y[t] = a[t] @ b[e] + bias[e]``, or with a[rows[t]] in place of
-    a[t]. It is ``torch.nn.functional.grouped_mm(a, b, offs=offs)`` for a in 2 dimensions and b in
-    3, here with a bias, gathered rows and more dtypes.
-
-    A low-rank second product, as an adapter has, joins the same sum:
-    ``y[t] = a[t] @ b[e] + a_low[t] @ b_low[e] + bias[e]``, in float32 and rounded once.
+    For group e and its rows t: ``y[t] = a[t] @ b[e] + bias[e]``. It is
+    ``torch.nn.functional.grouped_mm(a, b, offs=offs)`` for a in 2 dimensions and b in 3, here with
+    a bias, gathered rows and more dtypes. A low-rank second product, as an adapter has, joins the
+    same sum: ``y[t] = a[t] @ b[e] + a_low[t] @ b_low[e] + bias[e]``, in float32 and rounded once.
 
     Args:
         a: [T, K] bfloat16, float16 or float32, rows sorted by group, K a multiple of 16.
@@ -70,29 +61,25 @@ def grouped_mm(
         offs: [E] int32 group ends.
         bias: [E, N] of the result's dtype.
         out_dtype: the result's dtype; a's by default.
-        rows: [T] int32 or int64: row t of the GEMM is ``a[rows[t]]``, read from a in place, which
-            then has any number of rows. A number outside a is an error on a CPU and clamped on a
-            GPU. At and past offs[-1], numbers are not used.
-        a_low: [T, r] of a's dtype, r a multiple of 16 up to 512. It has a row for each row of the
-            result: ``rows`` does not choose among them.
+        rows: [T] int32 or int64: ``a[rows[t]]`` stands for a[t], read from a in place, which then
+            has any number of rows. A number outside a is an error on a CPU and clamped on a GPU. At
+            and past offs[-1], numbers are not used.
+        a_low: [T, r] of a's dtype, r a multiple of 16 up to 512. ``rows`` does not choose among its
+            rows.
         b_low: [E, r, N] of a's dtype, in any layout that b may have. With a_low or not at all.
 
-    Returns:
-        [T, N]; zero at and past offs[-1], where what a_low holds reaches nothing.
+    Returns: [T, N]; zero at and past offs[-1], where what a_low holds reaches nothing.
 
-    Raises:
-        NotImplementedError: in forward mode.
-
-    >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 16, 32), torch.tensor([2, 5])
-    >>> y = grouped_mm(a, b, offs.int())
+    >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 16, 32), torch.tensor([2, 5]).int()
+    >>> y = grouped_mm(a, b, offs)
     >>> torch.allclose(y[2:], a[2:] @ b[1], atol=1e-5)
     True
     >>> rows = torch.tensor([4, 0, 4, 1, 2])
-    >>> torch.equal(grouped_mm(a, b, offs.int(), rows=rows), grouped_mm(a[rows], b, offs.int()))
+    >>> torch.equal(grouped_mm(a, b, offs, rows=rows), grouped_mm(a[rows], b, offs))
     True
     >>> a_low, b_low = torch.randn(5, 16), torch.randn(2, 16, 32)
-    >>> adapted = grouped_mm(a, b, offs.int(), a_low=a_low, b_low=b_low)
-    >>> torch.allclose(adapted, y + grouped_mm(a_low, b_low, offs.int()), atol=1e-4)
+    >>> adapted = grouped_mm(a, b, offs, a_low=a_low, b_low=b_low)
+    >>> torch.allclose(adapted, y + grouped_mm(a_low, b_low, offs), atol=1e-4)
     True
     """
     dtype = _dtype_or(a.dtype, out_dtype)
@@ -109,19 +96,11 @@ def grouped_mm_list(
     transpose_b: bool = False,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """:func:`grouped_mm` with one matrix tensor a group.
+    """:func:`grouped_mm` with E matrices [K, N], or with ``transpose_b`` [N, K], as weights are.
 
-    Matrices that are adjacent in memory, as views of one tensor are, are read in place. Others are
-    gathered first. Every call compares addresses.
-
-    Args:
-        a, offs, bias, out_dtype, rows: see :func:`grouped_mm`.
-        b: E tensors [K, N] of a's dtype.
-        transpose_b: the matrices are [N, K], so ``y[t] = a[t] @ b[e].T + bias[e]``: fprop, of E
-            weights. E transposed views would be E more tensors to make.
-
-    Returns:
-        [T, N]; zero at and past offs[-1].
+    Matrices that are adjacent in memory, as views of one tensor are, are read in place; others are
+    gathered first. Every call compares addresses. E transposed views would be E more tensors to
+    make.
 
     >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 16, 32), torch.tensor([2, 5]).int()
     >>> torch.equal(grouped_mm_list(a, b.unbind(), offs), grouped_mm(a, b, offs))
@@ -145,15 +124,12 @@ def grouped_scaled_mm(
     """Multiply each group of quantized rows by its own quantized matrix.
 
     ``y[t] = (a[t] * scale_a) @ (b[e] * scale_b) + bias[e]``, accumulated in float32 and rounded
-    once. Block scales are applied every 128 elements of K. Either both operands have a scale a
-    block, or both have a scale a group.
-
-    A low-rank second product that is not quantized, as an adapter has, joins the same sum: with
-    ``a_low`` and ``b_low`` the result has ``a_low[t] @ b_low[e]`` more.
+    once. Block scales are applied every 128 elements of K. A low-rank second product that is not
+    quantized joins the same sum: ``a_low[t] @ b_low[e]``.
 
     Args:
         a, scale_a: [T, K] e4m3 with [ceil(K / 128), round_up(T, 4)], as :func:`group_quantize`
-            returns; or e4m3 or e5m2 with [E].
+            returns; or, with one scale a group of b too, e4m3 or e5m2 with [E].
         b, scale_b: [E, K, N] e4m3 with [E, ceil(K / 128), ceil(N / 128)] of any strides, or with
             [E]. As torch.nn.functional.scaled_grouped_mm demands, each matrix is column
             major (``b.stride(1) == 1``); another is copied first. From :func:`quantize_weight`,
@@ -162,24 +138,17 @@ def grouped_scaled_mm(
         offs: [E] int32 group ends.
         bias: [E, N] of the result's dtype.
         out_dtype: the result's dtype, bfloat16, float16 or float32.
-        rows: [T] int32 or int64: row t of the GEMM is a[rows[t]] with its scales, see
-            :func:`grouped_mm`. With block scales only.
-        a_low: [T, r] of the result's dtype, r a multiple of 16 up to 512; a row for each row of
-            the result, whatever ``rows`` says. On a GPU, float32 is multiplied without tensor
-            cores and added by a pass of its own.
-        b_low: [E, r, N] of the result's dtype, of any strides. With a_low or not at all.
+        rows: [T] int32 or int64, with block scales only: see :func:`grouped_mm`.
+        a_low, b_low: [T, r] and [E, r, N] of the result's dtype, see :func:`grouped_mm`. On a GPU,
+            float32 is multiplied without tensor cores and added by a pass of its own.
 
-    Returns:
-        [T, N]; zero at and past offs[-1], where what a_low holds reaches nothing.
+    Returns: [T, N]; zero at and past offs[-1], where what a_low holds reaches nothing.
 
     >>> from grouped_linear.ops import group_quantize, quantize_weight
     >>> offs = torch.tensor([2, 5], dtype=torch.int32)
     >>> x, w = group_quantize(torch.ones(5, 16), offs), quantize_weight(torch.ones(2, 32, 16))
     >>> grouped_scaled_mm(x.q, w.q.mT, x.scale, w.scale.mT, offs)[0, 0]
     tensor(16., dtype=torch.bfloat16)
-    >>> low = {"a_low": torch.ones(5, 16).bfloat16(), "b_low": torch.ones(2, 16, 32).bfloat16()}
-    >>> grouped_scaled_mm(x.q, w.q.mT, x.scale, w.scale.mT, offs, **low)[0, 0]
-    tensor(32., dtype=torch.bfloat16)
     """
     dtype = _dtype_or(torch.bfloat16, out_dtype)
     factors = a_low, b_low
@@ -201,11 +170,10 @@ def grouped_mm_wgrad(
         x: [T, K] of dy's dtype, K a multiple of 16.
         offs: [E] int32 group ends.
         out_dtype: the result's dtype; dy's by default.
-        dy_rows, x_rows: [T] int32 or int64: ``dy[dy_rows[t]]`` stands for dy[t], or the same for x,
-            read in place, as rows of :func:`grouped_mm`. At most one of the two.
+        dy_rows, x_rows: [T] int32 or int64: gathered rows of dy or of x, not of both, see ``rows``
+            of :func:`grouped_mm`.
 
-    Returns:
-        [E, N, K]; zero for an empty group.
+    Returns: [E, N, K]; zero for an empty group.
 
     >>> dy, x, offs = torch.ones(5, 16), torch.ones(5, 32), torch.tensor([2, 2, 5])
     >>> grouped_mm_wgrad(dy, x, offs.int())[:, 0, 0]
@@ -228,20 +196,17 @@ def grouped_scaled_mm_wgrad(
     Args:
         dy_t, scale_dy_t: [Tp / 128, N, 128] e4m3 with [Tp / 128, N], from :func:`group_quantize`;
             or e4m3 or e5m2 with [E], one a group.
-        x_t, scale_x_t: [Tp / 128, K, 128] e4m3 with [Tp / 128, K], from :func:`group_quantize`, or
-            with [E]. On a GPU, 128 features that share a scale are multiplied faster.
+        x_t, scale_x_t: [Tp / 128, K, 128] e4m3 with [Tp / 128, K] or [E]. On a GPU, 128 features
+            that share a scale are multiplied faster.
         offs: [E] int32 group ends, the same that dy and x were quantized with.
         out_dtype: the result's dtype, bfloat16, float16 or float32.
 
-    Returns:
-        [E, N, K]; zero for an empty group.
+    Returns: [E, N, K]; zero for an empty group.
 
     >>> from grouped_linear.ops import group_quantize
     >>> offs = torch.tensor([2, 2, 5], dtype=torch.int32)
-    >>> dy = group_quantize(torch.ones(5, 16), offs, columnwise=True)
-    >>> x = group_quantize(torch.ones(5, 32), offs, columnwise=True)
-    >>> dw = grouped_scaled_mm_wgrad(dy.q_t, x.q_t, dy.scale_t, x.scale_t, offs)
-    >>> dw[:, 0, 0]
+    >>> dy, x = (group_quantize(torch.ones(5, n), offs, columnwise=True) for n in (16, 32))
+    >>> grouped_scaled_mm_wgrad(dy.q_t, x.q_t, dy.scale_t, x.scale_t, offs)[:, 0, 0]
     tensor([2., 0., 3.], dtype=torch.bfloat16)
     """
     dtype = _dtype_or(torch.bfloat16, out_dtype)
@@ -257,7 +222,7 @@ def grouped_mm_wgrad_(
     dy_rows: Tensor | None = None,
     x_rows: Tensor | None = None,
 ) -> None:
-    """Accumulate the weight gradients of :func:`grouped_mm_wgrad` into main_grad, in place.
+    """Add the weight gradients of :func:`grouped_mm_wgrad` to main_grad, in place.
 
     The sum is computed in float32 and rounded once. An empty group's main_grad does not change.
 
@@ -284,17 +249,11 @@ def grouped_scaled_mm_wgrad_(
     offs: Tensor,
     overwrite: Tensor | None = None,
 ) -> None:
-    """Accumulate the weight gradients of :func:`grouped_scaled_mm_wgrad` into main_grad, in place.
-
-    Args:
-        main_grad, overwrite: see :func:`grouped_mm_wgrad_`.
-        dy_t, x_t, scale_dy_t, scale_x_t, offs: see :func:`grouped_scaled_mm_wgrad`.
+    """Add :func:`grouped_scaled_mm_wgrad` to main_grad [E, N, K], see :func:`grouped_mm_wgrad_`.
 
     >>> from grouped_linear.ops import group_quantize
-    >>> offs = torch.tensor([5, 5], dtype=torch.int32)
-    >>> dy = group_quantize(torch.ones(5, 16), offs, columnwise=True)
-    >>> x = group_quantize(torch.ones(5, 32), offs, columnwise=True)
-    >>> main_grad = torch.ones(2, 16, 32)
+    >>> offs, main_grad = torch.tensor([5, 5], dtype=torch.int32), torch.ones(2, 16, 32)
+    >>> dy, x = (group_quantize(torch.ones(5, n), offs, columnwise=True) for n in (16, 32))
     >>> grouped_scaled_mm_wgrad_(main_grad, dy.q_t, x.q_t, dy.scale_t, x.scale_t, offs)
     >>> main_grad[:, 0, 0]
     tensor([6., 1.])
@@ -311,14 +270,9 @@ def grouped_mm_wgrad_list_(
     dy_rows: Tensor | None = None,
     x_rows: Tensor | None = None,
 ) -> None:
-    """:func:`grouped_mm_wgrad_` with one main_grad tensor an expert.
+    """:func:`grouped_mm_wgrad_` with E main_grad tensors [N, K], one an expert.
 
-    Tensors that are adjacent in memory are written in place. Others are gathered first and copied
-    back.
-
-    Args:
-        main_grad: E tensors [N, K] float32 or bfloat16, contiguous.
-        dy, x, offs, overwrite, dy_rows, x_rows: see :func:`grouped_mm_wgrad_`.
+    Tensors that are adjacent in memory are written in place; others are gathered and copied back.
 
     >>> main_grad, offs = [torch.ones(16, 32), torch.ones(16, 32)], torch.tensor([5, 5]).int()
     >>> grouped_mm_wgrad_list_(main_grad, torch.ones(5, 16), torch.ones(5, 32), offs)
@@ -337,18 +291,11 @@ def grouped_scaled_mm_wgrad_list_(
     offs: Tensor,
     overwrite: Tensor | None = None,
 ) -> None:
-    """:func:`grouped_scaled_mm_wgrad_` with one main_grad tensor an expert.
-
-    Args:
-        main_grad: E tensors, see :func:`grouped_mm_wgrad_list_`.
-        dy_t, x_t, scale_dy_t, scale_x_t, offs: see :func:`grouped_scaled_mm_wgrad`.
-        overwrite: see :func:`grouped_mm_wgrad_`.
+    """:func:`grouped_scaled_mm_wgrad_` with main_grad as in :func:`grouped_mm_wgrad_list_`.
 
     >>> from grouped_linear.ops import group_quantize
-    >>> offs = torch.tensor([5, 5], dtype=torch.int32)
-    >>> dy = group_quantize(torch.ones(5, 16), offs, columnwise=True)
-    >>> x = group_quantize(torch.ones(5, 32), offs, columnwise=True)
-    >>> main_grad = [torch.ones(16, 32), torch.ones(16, 32)]
+    >>> offs, main_grad = torch.tensor([5, 5]).int(), [torch.ones(16, 32), torch.ones(16, 32)]
+    >>> dy, x = (group_quantize(torch.ones(5, n), offs, columnwise=True) for n in (16, 32))
     >>> grouped_scaled_mm_wgrad_list_(main_grad, dy.q_t, x.q_t, dy.scale_t, x.scale_t, offs)
     >>> [expert[0, 0].item() for expert in main_grad]
     [6.0, 1.0]
@@ -359,17 +306,11 @@ def grouped_scaled_mm_wgrad_list_(
 
 
 def grouped_bias_grad(dy: Tensor, offs: Tensor) -> Tensor:
-    """Sum dy over each group's rows: the gradient of a grouped bias.
+    """Sum dy [T, N] over each group's rows: the gradient of a grouped bias.
 
-    Rows are added in float32 in a fixed order (the rows of a 128-row block eight at a time, then
-    the blocks), so equal inputs give equal bits.
-
-    Args:
-        dy: [T, N] bfloat16, float16 or float32, N a multiple of 16.
-        offs: [E] int32 group ends.
-
-    Returns:
-        [E, N] float32; zero for an empty group.
+    dy is bfloat16, float16 or float32, N a multiple of 16. The result [E, N] is float32, zero for
+    an empty group. Rows are added in a fixed order (the rows of a 128-row block eight at a time,
+    then the blocks), so equal inputs give equal bits.
 
     >>> grouped_bias_grad(torch.ones(5, 16), torch.tensor([2, 2, 5], dtype=torch.int32))[:, 0]
     tensor([2., 0., 3.])

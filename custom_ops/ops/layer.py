@@ -16,31 +16,30 @@ from grouped_linear.ops.gradients import OPS
 
 
 class BlockScaledLinear(NamedTuple):
-    """The results of :func:`block_scaled_linear`; None for one that was not requested."""
+    """The results of :func:`block_scaled_linear`; None for one that was not requested.
+
+    y [T, N] of x's dtype; offs [E] int32; x_t [Tp / 128, K, 128] e4m3 and scale_x_t [Tp / 128, K],
+    x for wgrad; w_t [E, K, N] e4m3 and scale_w [E, ceil(N / 128), ceil(K / 128)], the weight for
+    dgrad. Scales are float32.
+    """
 
     y: Tensor
-    """[T, N] of x's dtype."""
     offs: Tensor
-    """[E] int32 group ends."""
     x_t: Tensor | None
-    """[Tp / 128, K, 128] e4m3, x for wgrad."""
     scale_x_t: Tensor | None
-    """[Tp / 128, K] float32."""
     w_t: Tensor | None
-    """[E, K, N] e4m3, the weight for dgrad."""
     scale_w: Tensor
-    """[E, ceil(N / 128), ceil(K / 128)] float32, for w_t."""
 
 
 class LinearGrad(NamedTuple):
-    """The results of :func:`block_scaled_linear_grad`; None for one that was not computed."""
+    """The results of :func:`block_scaled_linear_grad`; None for one that was not computed.
+
+    dx [T, K] has dy's dtype, dw [E, N, K] has out_dtype, db [E, N] is float32.
+    """
 
     dx: Tensor | None
-    """[T, K] of dy's dtype."""
     dw: Tensor | None
-    """[E, N, K]."""
     db: Tensor | None
-    """[E, N] float32."""
 
 
 def block_scaled_linear(
@@ -55,27 +54,12 @@ def block_scaled_linear(
     columnwise_x: bool = True,
     columnwise_w: bool = True,
 ) -> BlockScaledLinear:
-    """A layer's forward under block scaling, as one op.
+    """A layer's forward under block scaling as one op: ``y[t] = x[t] @ w[e].T + bias[e]``.
 
-    It does what :func:`splits_to_offsets`, :func:`group_quantize`, :func:`quantize_weight` and
-    :func:`grouped_scaled_mm` do, with the same bits::
-
-        y[t] = x[t] @ w[e].T + bias[e]  # for the rows t of group e
-
-    Args:
-        x: [T, K], see :func:`group_quantize`.
-        w: [E, N, K], see :func:`quantize_weight`.
-        m_splits: [E] rows of each group, see :func:`splits_to_offsets`.
-        bias: [E, N] of x's dtype.
-        amax_epsilon, power_of_two_scales, share_scales: see :func:`group_quantize`.
-        columnwise_x: return x_t and scale_x_t, which wgrad reads.
-        columnwise_w: return w_t, which dgrad reads.
-
-    Returns:
-        y, zero in rows past sum(m_splits), and operands of :func:`block_scaled_linear_grad`.
-
-    Raises:
-        RuntimeError: as those ops do, in their names.
+    It does what :func:`splits_to_offsets`, :func:`group_quantize` of x [T, K],
+    :func:`quantize_weight` of w [E, N, K] and :func:`grouped_scaled_mm` do, with the same bits, and
+    raises what they raise, in their names. bias is [E, N] of x's dtype. ``columnwise_x`` returns
+    x_t and scale_x_t, which wgrad reads, and ``columnwise_w`` w_t, which dgrad reads.
 
     >>> x, w = torch.randn(5, 16), torch.randn(2, 32, 16)
     >>> y, offs, *operands = block_scaled_linear(x, w, torch.tensor([2, 3]))
@@ -103,27 +87,15 @@ def block_scaled_linear_grad(
     bias_grad: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> LinearGrad:
-    """The gradients of :func:`block_scaled_linear` as one op.
+    """The gradients of :func:`block_scaled_linear`, of its results and dy [T, N], as one op.
 
     It does what :func:`group_quantize` of dy, :func:`grouped_scaled_mm` and
-    :func:`grouped_scaled_mm_wgrad` do, with the same bits. For the rows t of group e::
+    :func:`grouped_scaled_mm_wgrad` do, with the same bits, and raises what they raise, in their
+    names; and if neither x_t nor w_t is given. For the rows t of group e::
 
         dx[t] = dy[t] @ w[e]    dw[e] = dy[group e].T @ x[group e]    db[e] = sum of dy[t]
 
-    Args:
-        dy: [T, N], see :func:`group_quantize`.
-        offs: [E] int32 group ends.
-        x_t, scale_x_t: [Tp / 128, K, 128] e4m3 and its scales; None computes no dw.
-        w_t, scale_w: [E, K, N] e4m3 and [E, ceil(N / 128), ceil(K / 128)]; None computes no dx.
-        amax_epsilon, power_of_two_scales: of dy, see :func:`group_quantize`.
-        bias_grad: return db.
-        out_dtype: dw's dtype; dy's by default.
-
-    Returns:
-        dx, dw and db, see :class:`LinearGrad`.
-
-    Raises:
-        RuntimeError: as those ops do, in their names; and if neither x_t nor w_t is given.
+    x_t None computes no dw, w_t None no dx. dw has dy's dtype unless out_dtype is given.
 
     >>> x, w = torch.ones(5, 16), torch.ones(2, 32, 16)
     >>> y, offs, *operands = block_scaled_linear(x, w, torch.tensor([2, 3]))

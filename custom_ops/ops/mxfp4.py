@@ -13,12 +13,14 @@ from grouped_linear.ops.gradients import OPS
 
 
 class Mxfp4Weight(NamedTuple):
-    """A weight in MXFP4: the bytes of GPT-OSS's checkpoints."""
+    """A weight in MXFP4: the bytes of GPT-OSS's checkpoints.
+
+    q [E, N, K / 2] uint8 has two codes a byte, the even element in the low nibble; scale
+    [E, N, K / 32] uint8 is E8M0: a byte means 2^(byte - 127), and 255 NaN.
+    """
 
     q: Tensor
-    """[E, N, K / 2] uint8: two codes a byte, the even element in the low nibble."""
     scale: Tensor
-    """[E, N, K / 32] uint8: E8M0, a byte means 2^(byte - 127), and 255 NaN."""
 
 
 def quantize_mxfp4(w: Tensor) -> Mxfp4Weight:
@@ -26,16 +28,12 @@ def quantize_mxfp4(w: Tensor) -> Mxfp4Weight:
 
     For a block, ``scale`` is the smallest power of two with ``amax <= 7 * scale``, and each code is
     the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives to ``w / scale``, ties to the even
-    code. Numbers between 6 and 7 become 6, which is nearest to them; of normally distributed
-    weights the error is 11.2% of their norm (11.5% with scales that let none saturate). A block
-    with a NaN or an infinity is NaN. Numbers of the format are kept: quantizing what
-    :func:`dequantize_mxfp4` gives changes no number.
+    code. 6 is nearest to numbers between 6 and 7; of normally distributed weights the error is
+    11.2% of their norm (11.5% with scales that let none saturate). A block with a NaN or an
+    infinity is NaN. Numbers that :func:`dequantize_mxfp4` gives are kept.
 
     Args:
         w: [E, N, K] bfloat16, float16 or float32, N a multiple of 16, K of 32 and at most 2^22.
-
-    Returns:
-        q [E, N, K / 2] and scale [E, N, K / 32], both uint8, see :class:`Mxfp4Weight`.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, with another choice of the scale.
 
@@ -47,17 +45,10 @@ def quantize_mxfp4(w: Tensor) -> Mxfp4Weight:
 
 
 def dequantize_mxfp4(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The numbers of a weight in MXFP4.
+    """The numbers [E, N, K] of a weight in MXFP4, see :class:`Mxfp4Weight`.
 
     ``w[e, n, k] = code(q[e, n, k / 2]) * 2^(scale[e, n, k / 32] - 127)``, exact in bfloat16 and
     float32 up to their largest numbers; float16 rounds to nearest even.
-
-    Args:
-        q, scale: see :class:`Mxfp4Weight`.
-        out_dtype: bfloat16, float16 or float32.
-
-    Returns:
-        [E, N, K].
 
     >>> q, scale = quantize_mxfp4(torch.full((2, 16, 64), 3.0))
     >>> dequantize_mxfp4(q, scale)[0, 0, :2]
@@ -95,19 +86,16 @@ def grouped_mm_mxfp4(
         a: [T, K], or [T, N] without ``transpose_b``, rows sorted by group: bfloat16, float16,
             float32, or e4m3 with ``scale_a``.
         b, scale_b: the weight [E, N, K], see :class:`Mxfp4Weight`.
-        offs: [E] int32 group ends.
+        offs, rows: see :func:`grouped_mm`.
         bias: [E, N] of the result's dtype; [E, K] without ``transpose_b``.
         scale_a: the scales of a as :func:`group_quantize` returns them.
         out_dtype: the result's dtype; a's by default, or bfloat16 where that is e4m3.
-        rows: [T] int32 or int64: row t of the GEMM is ``a[rows[t]]``, see :func:`grouped_mm`.
-        a_low, b_low: a second product ``a_low[t] @ b_low[e]``, [T, r] and [E, r, N], see
-            :func:`grouped_mm`; of the result's dtype where a is e4m3, else of a's.
+        a_low, b_low: [T, r] and [E, r, N] of the result's dtype where a is e4m3, else of a's, see
+            :func:`grouped_mm`.
 
-    Returns:
-        [T, N], or [T, K] without ``transpose_b``; zero at and past offs[-1].
+    Returns: [T, N], or [T, K] without ``transpose_b``; zero at and past offs[-1].
 
-    >>> w = quantize_mxfp4(torch.ones(2, 16, 64))
-    >>> offs = torch.tensor([2, 5], dtype=torch.int32)
+    >>> w, offs = quantize_mxfp4(torch.ones(2, 16, 64)), torch.tensor([2, 5], dtype=torch.int32)
     >>> grouped_mm_mxfp4(torch.ones(5, 64), w.q, w.scale, offs)[0, 0]
     tensor(64.)
     >>> grouped_mm_mxfp4(torch.ones(5, 16), w.q, w.scale, offs, transpose_b=False).shape

@@ -43,32 +43,27 @@ def adam_weight_(
         w = w - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
 
     On a GPU master, m and v become, bit for bit, what ``torch.optim.AdamW(fused=True)`` makes of
-    them there, which calls this op for a ``GroupedTensorWithMaster``. q, q_t
-    and scale become what :func:`quantize_weight` makes of the new master.
+    them there, which calls this op for a ``GroupedTensorWithMaster``. q [E, N, K], scale and q_t
+    become what :func:`quantize_weight` makes of the new master; q_t may be None.
 
     Args:
-        q: [E, N, K] e4m3, contiguous, written.
-        scale: [E, ceil(N / 128), ceil(K / 128)] float32, contiguous, written.
-        q_t: [E, K, N] e4m3, contiguous, written; or None.
-        master: [E, N, K] of grad's dtype, contiguous, written: the weight in high precision.
+        q, scale, q_t: see :func:`refresh_weight_`.
+        master, exp_avg, exp_avg_sq: [E, N, K] of grad's dtype, contiguous, written.
         grad: [E, N, K] bfloat16, float16 or float32, contiguous. Written if grad_scale is given.
-        exp_avg, exp_avg_sq: [E, N, K] of grad's dtype, contiguous, written.
-        max_exp_avg_sq: [E, N, K] of grad's dtype, contiguous: AMSGrad. It is raised to exp_avg_sq,
-            and takes its place in the formula. None without AMSGrad.
+        max_exp_avg_sq: AMSGrad's, as exp_avg_sq: it is raised to that, and takes its place in the
+            formula. None without AMSGrad.
         step: a float32 tensor of no dimensions on q's device: 1 in the first step. Not written.
         lr_tensor, grad_scale, found_inf: None, or tensors such as step: the learning rate in place
             of lr; what grad is divided by first; where this is not 0, nothing is written.
-        lr, beta1, beta2, weight_decay, eps: see the formula; beta1 and beta2 are at least 0 and
-            below 1.
+        lr, beta1, beta2, weight_decay, eps: see the formula; 0 <= beta < 1.
         decoupled_weight_decay: AdamW's weight decay instead of Adam's.
         maximize: take -grad for g.
         amax_epsilon, power_of_two_scales: see :func:`quantize_weight`.
 
     >>> import torch
     >>> from grouped_linear.ops import quantize_weight
-    >>> w = torch.ones(1, 128, 128)
+    >>> w, grad, m, v = (i * torch.ones(1, 128, 128) for i in (1, 1, 0, 0))
     >>> q, scale, q_t = quantize_weight(w)
-    >>> grad, m, v = torch.ones(1, 128, 128), torch.zeros(1, 128, 128), torch.zeros(1, 128, 128)
     >>> options = {"lr": 0.25, "weight_decay": 0.0}
     >>> adam_weight_(q, scale, q_t, w, grad, m, v, None, torch.tensor(1.0), **options)
     >>> w.mean(), (q.float() * scale).mean(), m.mean()

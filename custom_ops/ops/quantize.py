@@ -18,52 +18,49 @@ from grouped_linear.ops.gradients import OPS
 class GroupQuantized(NamedTuple):
     """Rows quantized in blocks; None for a result that was not requested.
 
-    Shapes and dtypes of scales are those of 1x128 blocks; :func:`group_quantize_mx` has others.
+    q [T, K] e4m3 with scale [ceil(K / 128), round_up(T, 4)] is for fprop and dgrad;
+    q_t [Tp / 128, K, 128] e4m3 with scale_t [Tp / 128, K] is for wgrad.
+    Scales are float32, of 1x128 blocks; :func:`group_quantize_mx` has others. bias_grad is [E, K]
+    float32.
     """
 
     q: Tensor | None
-    """[T, K] e4m3, for fprop and dgrad."""
     scale: Tensor | None
-    """[ceil(K / 128), round_up(T, 4)] float32, for q."""
     q_t: Tensor | None
-    """[Tp / 128, K, 128] e4m3, for wgrad."""
     scale_t: Tensor | None
-    """[Tp / 128, K] float32, for q_t."""
     bias_grad: Tensor | None
-    """[E, K] float32."""
 
 
 class PerGroupQuantized(NamedTuple):
-    """Rows quantized with one scale a group; None for a result that was not requested."""
+    """Rows quantized with one scale a group; None for a result that was not requested.
+
+    q [T, K] and q_t [Tp / 128, K, 128] are e4m3 or e5m2 and have one scale [E] float32; bias_grad
+    is [E, K] float32.
+    """
 
     q: Tensor | None
-    """[T, K] e4m3 or e5m2."""
     scale: Tensor
-    """[E] float32, for q and q_t."""
     q_t: Tensor | None
-    """[Tp / 128, K, 128] of q's dtype."""
     bias_grad: Tensor | None
-    """[E, K] float32."""
 
 
 class MxRounded(NamedTuple):
-    """The results of :func:`group_round_mx`; None for one that was not requested."""
+    """The results of :func:`group_round_mx`; None for one that was not requested.
+
+    x_rowwise and x_columnwise are [T, K] bfloat16, bias_grad is [E, K] float32.
+    """
 
     x_rowwise: Tensor | None
-    """[T, K] bfloat16."""
     x_columnwise: Tensor | None
-    """[T, K] bfloat16."""
     bias_grad: Tensor | None
-    """[E, K] float32."""
 
 
 def requested(
     outputs: Sequence[Tensor], rowwise: bool, columnwise: bool, fifth: bool
 ) -> tuple[Tensor | None, ...]:
-    """The outputs of an op that quantizes in blocks; one that was not requested becomes None.
+    """The outputs of an op that quantizes in blocks, with None for those that were not requested.
 
-    An op returns an empty tensor in its place. `fifth` requests what follows q, scale, q_t and
-    scale_t, which differs from op to op.
+    An op returns an empty tensor in their place. `fifth` is what follows q, scale, q_t and scale_t.
     """
     q, scale, q_t, scale_t, fifth_output = outputs
     of_rows = (q, scale) if rowwise else (None, None)
@@ -99,9 +96,7 @@ def group_quantize(
         x: [T, K] bfloat16, float16 or float32, K a multiple of 16. Any row stride is read in place;
             an x with an inner stride other than 1 is copied first.
         offs: [E] int32 group ends.
-        rows: [T] int32 or int64: quantize x[rows] of x [S, K], for example tokens sorted by expert.
-            Entries at and past offs[-1] are ignored. On CPU an index outside x raises; on a GPU it
-            is clamped into x.
+        rows: [T] int32 or int64: quantize x[rows] of x [S, K], see :func:`grouped_mm`.
         amax_epsilon: the smallest amax that a block is scaled by.
         power_of_two_scales: make scales powers of two, so that scaling changes no mantissa.
         rowwise: return q and scale.
@@ -110,9 +105,8 @@ def group_quantize(
         share_scales: let 128 columnwise blocks of 128 neighbouring features, counted from the
             first, share the scale of their largest amax (before amax_epsilon). They share it only
             if each of their amaxes is 0 or at least 1/256 of the largest. wgrad reads blocks of x
-            with a shared scale 1.2 to 1.8 times as fast. e4m3 is a floating-point format: only
-            numbers below 2**-13 of the largest lose bits, at most 2**-9.8 of their own feature's
-            amax.
+            with a shared scale 1.2 to 1.8 times as fast. Only numbers below 2**-13 of the largest
+            lose bits, at most 2**-9.8 of their own feature's amax.
 
     Returns:
         See :class:`GroupQuantized`. scale has a column for each row of x. With
@@ -142,20 +136,10 @@ def group_quantize_current(
     columnwise: bool = False,
     bias_grad: bool = False,
 ) -> PerGroupQuantized:
-    """Quantize activations or gradients with one scale a group, from the group's own amax.
+    """:func:`group_quantize` to e4m3 or e5m2 with one scale a group, from the amax of all its rows.
 
-    The formula is that of :func:`group_quantize`, with the amax of all of a group's rows and with
-    the dtype's largest number in place of 448. x is read twice, the first time for the amax. In
-    e5m2 an infinity stays an infinity.
-
-    Args:
-        x, offs, amax_epsilon, power_of_two_scales, bias_grad: see :func:`group_quantize`.
-        out_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        rowwise: return q.
-        columnwise: return q_t, in the layout and with the padding of :func:`group_quantize`.
-
-    Returns:
-        q [T, K]; scale [E], 1 for an empty group; q_t [Tp / 128, K, 128]; bias_grad [E, K].
+    The dtype's largest number takes the place of 448. x is read twice, the first time for the amax.
+    In e5m2 an infinity stays an infinity. An empty group's scale is 1.
 
     >>> x, offs = torch.tensor([[448.0] * 16, [7.0] * 16]), torch.tensor([1, 2], dtype=torch.int32)
     >>> quantized = group_quantize_current(x, offs)
@@ -180,22 +164,18 @@ def group_quantize_delayed(
     columnwise: bool = False,
     bias_grad: bool = False,
 ) -> PerGroupQuantized:
-    """Quantize activations or gradients with given scales, one a group, and record their amax.
+    """:func:`group_quantize_current` with given scales, in one pass that records the amax.
 
-    ``q = fp8(x * (1 / scale[e]))``, in one pass over x. Finite numbers saturate at the dtype's
-    largest. Where ``scale[e]`` is 0, which no scale is, the group takes its own as in
-    :func:`group_quantize_current`, by a second pass. ``amax[e]`` becomes the maximum of itself and
-    of the group's magnitudes; an infinity or NaN counts as infinity. Recording the same rows twice
-    changes nothing.
+    ``q = fp8(x * (1 / scale[e]))``; finite numbers saturate at the dtype's largest. ``amax[e]``
+    becomes the maximum of itself and of the group's magnitudes; an infinity or NaN counts as
+    infinity. Recording the same rows twice changes nothing.
 
     Args:
         x, offs, out_dtype, rowwise, columnwise, bias_grad: see :func:`group_quantize_current`.
-        scale: [E] float32.
+        scale: [E] float32. Where it is 0, which no scale is, the group takes its own, by a second
+            pass. The result has the scale that was taken.
         amax: [E] float32, contiguous, updated in place as batch_norm updates its running mean; None
             to record nothing.
-
-    Returns:
-        As :func:`group_quantize_current`; scale is what q was scaled by.
 
     >>> amax, scale = torch.zeros(2), torch.tensor([1.0, 2.0])
     >>> x, offs = torch.full((2, 16), 6.0), torch.tensor([1, 2], dtype=torch.int32)
@@ -218,7 +198,7 @@ def group_quantize_mx(
     columnwise: bool = False,
     bias_grad: bool = False,
 ) -> GroupQuantized:
-    """Quantize activations or gradients to MXFP8: e4m3 in blocks of 32 with E8M0 scales.
+    """:func:`group_quantize` to MXFP8: e4m3 in blocks of 32 with E8M0 scales.
 
     Rowwise blocks are 32 features of one row, columnwise blocks 32 rows of one feature, counted
     from the group's first row. For each block::
@@ -226,16 +206,8 @@ def group_quantize_mx(
         scale = 2 ** ceil(log2(largest finite |x| / 448)), between 2 ** -124 and 2 ** 119
         q = e4m3(x / scale)
 
-    so that ``q * scale`` is always exactly a finite bfloat16 number. e4m3() rounds to nearest even
-    and saturates. An infinity or NaN becomes NaN and changes no other element.
-
-    Args:
-        x, offs, rowwise, columnwise, bias_grad: see :func:`group_quantize`.
-
-    Returns:
-        q [T, K]; scale [T, ceil(K / 32)] e8m0; q_t [Tp / 128, K, 128] as :func:`group_quantize`
-        lays it out; scale_t [Tp / 128, K, 4] e8m0; bias_grad [E, K] float32. Bytes that belong to
-        no group are unspecified.
+    so that ``q * scale`` is always exactly a finite bfloat16 number. e4m3() saturates. Scales are
+    e8m0: scale [T, ceil(K / 32)], scale_t [Tp / 128, K, 4].
 
     >>> x, offs = torch.full((2, 32), 3.0), torch.tensor([2], dtype=torch.int32)
     >>> quantized = group_quantize_mx(x, offs)
@@ -254,19 +226,11 @@ def group_round_mx(
     columnwise: bool = False,
     bias_grad: bool = False,
 ) -> MxRounded:
-    """Round to numbers that MXFP8 holds: :func:`group_quantize_mx` and back, in one pass.
+    """Round x [T, K] to numbers that MXFP8 holds: :func:`group_quantize_mx` and back, in one pass.
 
-    The conversion back to bfloat16 is exact, so a BF16 GEMM of the results computes with the MXFP8
-    numbers.
-
-    Args:
-        x, offs, bias_grad: see :func:`group_quantize`.
-        rowwise: return x rounded in blocks of 32 features.
-        columnwise: return x rounded in blocks of 32 rows.
-
-    Returns:
-        x_rowwise and x_columnwise [T, K] bfloat16; bias_grad [E, K] float32. Rows that belong to no
-        group are unspecified.
+    ``rowwise`` returns x rounded in blocks of 32 features, ``columnwise`` in blocks of 32 rows. The
+    results are exact in bfloat16, so a BF16 GEMM of them computes with the MXFP8 numbers. Rows that
+    belong to no group are unspecified.
 
     >>> x, offs = torch.tensor([[100.0] + 31 * [3.3]]), torch.tensor([1], dtype=torch.int32)
     >>> group_round_mx(x, offs).x_rowwise[0, :2]
@@ -280,16 +244,8 @@ def group_round_mx(
 def group_dequantize(q: Tensor, scale: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Dequantize rowwise data of :func:`group_quantize`.
 
-    ``x[t, k] = q[t, k] * scale[k // 128, t]``.
-
-    Args:
-        q: [T, K] e4m3.
-        scale: [ceil(K / 128), round_up(T, 4)] float32.
-        offs: [E] int32 group ends.
-        out_dtype: the result's dtype, bfloat16, float16 or float32.
-
-    Returns:
-        [T, K]; zero at and past offs[-1].
+    ``x[t, k] = q[t, k] * scale[k // 128, t]``, [T, K] bfloat16, float16 or float32; zero at and
+    past offs[-1].
 
     >>> x, offs = torch.full((2, 16), 3.0), torch.tensor([1], dtype=torch.int32)
     >>> quantized = group_quantize(x, offs)
@@ -304,17 +260,8 @@ def group_dequantize_t(
 ) -> Tensor:
     """Dequantize columnwise data of :func:`group_quantize`, back to row-major order.
 
-    For row r of block b: ``x[t, k] = q_t[b, k, r] * scale_t[b, k]``.
-
-    Args:
-        q_t: [Tp / 128, K, 128] e4m3.
-        scale_t: [Tp / 128, K] float32.
-        offs: [E] int32 group ends.
-        num_rows: T of the x that was quantized.
-        out_dtype: the result's dtype, bfloat16, float16 or float32.
-
-    Returns:
-        [T, K]; zero at and past offs[-1].
+    For row r of block b: ``x[t, k] = q_t[b, k, r] * scale_t[b, k]``. ``num_rows`` is T of the x
+    that was quantized. The result is that of :func:`group_dequantize`.
 
     >>> x, offs = torch.full((2, 16), 3.0), torch.tensor([1], dtype=torch.int32)
     >>> quantized = group_quantize(x, offs, columnwise=True)

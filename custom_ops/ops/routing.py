@@ -14,23 +14,22 @@ from grouped_linear.ops.gradients import OPS
 
 
 class SortedByExpert(NamedTuple):
-    """The results of :func:`sort_by_expert`, for R = T * C choices."""
+    """The results of :func:`sort_by_expert`, for R = T * C choices; all int32.
+
+    choice [R]: for each row its index into the flattened [T, C]; token [R]: for each row its token;
+    row [T, C]: for each choice its row; offs [E]: the end of each expert's rows.
+    """
 
     choice: Tensor
-    """[R] int32, for each row its index into the flattened [T, C]."""
     token: Tensor
-    """[R] int32, for each row its token."""
     row: Tensor
-    """[T, C] int32, for each choice its row."""
     offs: Tensor
-    """[E] int32, the end of each expert's rows."""
 
     def tokens(self, x: Tensor, *, again: bool = False) -> Tensor:
         """``x[token]`` [R, H], of x [T, H]: each row's token.
 
-        Args:
-            again: torch.compile would compute once what two equal calls return, and keep it from
-                the first to the second. It keeps nothing between a call with and one without.
+        torch.compile would compute once what two equal calls return, and keep it from the first to
+        the second. It keeps nothing between a call with ``again`` and one without.
         """
         index = torch.int64 if again else torch.int32
         if statically_known_true(self.token.numel() == self.row.numel()):
@@ -58,8 +57,7 @@ def splits_to_offsets(
         stride: elements in a row, to get element offsets.
         out_dtype: the result's dtype, int32 (the default) or int64.
 
-    Returns:
-        [E] ends.
+    Returns: [E] ends.
 
     Raises:
         RuntimeError: if num_rows * stride does not fit in out_dtype.
@@ -89,9 +87,9 @@ def topk_experts(
 
     Without a score function this is ``torch.topk(logits, k)``, where equal logits come in the order
     of their experts, on CPU and GPU alike, and NaN before everything. With one, experts are chosen
-    by the same logits, so that ties are theirs and not those of rounded scores; with a bias by
-    ``s + expert_bias``. Scores and weights are float32, with the same bits on CPU and GPU. A NaN
-    that is chosen, or in softmax's sum, makes a token's weights NaN.
+    by the same logits, so that rounded scores make no ties; with a bias by ``s + expert_bias``.
+    Scores and weights are float32, with the same bits on CPU and GPU. A NaN that is chosen, or in
+    softmax's sum, makes a token's weights NaN.
 
     What routers take::
 
@@ -115,9 +113,6 @@ def topk_experts(
     Returns:
         weights [T, k] float32, and experts [T, k] int64, as :class:`grouped_linear.GroupedMLP`
         takes them. Or [..., k].
-
-    Raises:
-        NotImplementedError: in forward mode.
 
     >>> logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, -1.0]])
     >>> weights, experts = topk_experts(logits, 2, score_function="softmax", normalize=True)
@@ -149,16 +144,11 @@ def topk_experts_grad(
     normalize: bool = False,
     scaling_factor: float = 1,
 ) -> Tensor:
-    """The gradient of :func:`topk_experts` by its logits, which computes the scores again.
+    """The gradient [T, E] of :func:`topk_experts` by its logits, of d_weights [T, k] float32.
 
-    Args:
-        d_weights: [T, k] float32, the gradient by the weights.
-        logits, score_function, normalize, scaling_factor: as in the forward.
-        experts: [T, k] int64, as the forward returned them, no two of a token the same. On CPU a
-            number outside [0, E) raises; on a GPU it has no gradient.
-
-    Returns:
-        [T, E] of logits' dtype, computed in float32 and rounded once.
+    It computes the scores again, with the forward's options, in float32, and rounds once to logits'
+    dtype. experts [T, k] int64 are those that the forward returned, no two of a token the same. On
+    CPU a number outside [0, E) raises; on a GPU it has no gradient.
 
     >>> logits, d_weights = torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([[1.0, 2.0]])
     >>> topk_experts_grad(d_weights, logits, torch.tensor([[1, 2]]), scaling_factor=2.0)
@@ -175,15 +165,11 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> SortedByExpert:
     Sorted row i is entry ``choice[i]`` of the flattened `experts` and belongs to token ``token[i] =
     choice[i] // C``. In the other direction, ``row.flatten()[choice[i]] = i``. Expert e has the
     rows [offs[e-1], offs[e]). This is a counting sort: one launch up to 1024 choices, two above.
-    The sort is stable, so CPU and GPU give the same result. Not differentiable.
 
     Args:
         experts: [T, C] int32 or int64, the experts of each token. A number outside [0, num_experts)
             means no expert: its row comes last, past ``offs[-1]``.
         num_experts: E, at most 1024.
-
-    Returns:
-        choice, token, row and offs, int32.
 
     >>> sort_by_expert(torch.tensor([[1, 0], [2, 1], [-1, 2]]), 3).offs
     tensor([1, 3, 5], dtype=torch.int32)
@@ -197,8 +183,7 @@ def gather_sum(
     """Sum gathered rows, weighted or not: experts' outputs back to their tokens.
 
     ``out[t] = sum over c of weight[t, c] * y[rows[t, c]]``, from the first c to the last, in
-    float32 and rounded once. CPU and GPU give the same bits, except the bits of a NaN. The op is
-    not differentiable; :class:`grouped_linear.GroupedMLP`, which uses it, is.
+    float32 and rounded once. CPU and GPU give the same bits, except the bits of a NaN.
 
     Args:
         y: [R, H] bfloat16, float16 or float32, H a multiple of 16.
@@ -207,8 +192,7 @@ def gather_sum(
         offs: [E] int32, group ends of y. Rows from ``offs[-1]`` on add nothing, whatever they and
             their weights hold. None if all rows add.
 
-    Returns:
-        [T, H] of y's dtype.
+    Returns: [T, H] of y's dtype.
 
     >>> y = torch.tensor([[1.0] * 16, [10.0] * 16, [100.0] * 16])
     >>> gather_sum(y, torch.tensor([[0, 1], [2, 2]]), torch.tensor([[1.0, 2.0], [1.0, 0.0]]))[:, 0]
@@ -220,15 +204,8 @@ def gather_sum(
 def gather_dot(a: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     """Dot products with gathered rows: the gradient of :func:`gather_sum` by its weights.
 
-    ``out[t, c] = dot(a[t], y[rows[t, c]])``, summed in float32 in a fixed order. Not
-    differentiable.
-
-    Args:
-        a: [T, H] of y's dtype.
-        y, rows: see :func:`gather_sum`.
-
-    Returns:
-        [T, C] float32.
+    ``out[t, c] = dot(a[t], y[rows[t, c]])``, [T, C] float32, summed in a fixed order. a is [T, H]
+    of y's dtype.
 
     >>> y = torch.tensor([[1.0] * 16, [2.0] * 16])
     >>> gather_dot(torch.ones(1, 16), y, torch.tensor([[1, 0]]))
@@ -241,17 +218,14 @@ def scatter_rows(x: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """Copy each token to the rows of its experts: ``out[rows[t, c]] = x[t]``.
 
     With ``rows`` and ``token`` of :func:`sort_by_expert` this is ``x[token]``, but a token is read
-    once, not once an expert. Not differentiable.
+    once, not once an expert.
 
     Args:
         x: [T, H] bfloat16, float16 or float32, H a multiple of 16.
         rows: [T, C] int32 or int64. They should name every row of the output: a row that none names
             holds anything, and a row that several name holds bits of any of these tokens. On CPU a
             number outside the output raises; on a GPU it is clamped.
-        num_rows: rows of the output.
-
-    Returns:
-        [num_rows, H] of x's dtype.
+        num_rows: rows of the output [num_rows, H], which has x's dtype.
 
     >>> x = torch.tensor([[1.0] * 16, [2.0] * 16])
     >>> scatter_rows(x, torch.tensor([[3, 0], [2, 1]]), 4)[:, 0]

@@ -37,11 +37,10 @@ def refresh_weight_(
     >>> from grouped_linear.ops import quantize_weight
     >>> w = torch.ones(2, 32, 16)
     >>> q, scale, q_t = quantize_weight(w)
-    >>> refresh_weight_(q, scale, q_t, 8 * w, torch.tensor(False))
-    >>> scale[0].item()
+    >>> for refresh in (False, True):
+    ...     refresh_weight_(q, scale, q_t, 8 * w, torch.tensor(refresh))
+    ...     print(scale[0].item())
     0.00390625
-    >>> refresh_weight_(q, scale, q_t, 8 * w, torch.tensor(True))
-    >>> scale[0].item()
     0.03125
     """
     OPS.refresh_weight_(q, scale, q_t, _experts(w), refresh, amax_epsilon, power_of_two_scales)
@@ -57,14 +56,9 @@ def refresh_weight_current_(
     amax_epsilon: float = 0,
     power_of_two_scales: bool = False,
 ) -> None:
-    """Quantize a weight into the tensors of an earlier :func:`quantize_weight_current`.
+    """:func:`refresh_weight_` for :func:`quantize_weight_current`, with scale [E] float32.
 
-    Args:
-        q, q_t, refresh: see :func:`refresh_weight_`.
-        scale: [E] float32, contiguous, written.
-        w: [E, N, K] or E tensors [N, K]. Tensors that are not adjacent in memory are gathered
-            first.
-        amax_epsilon, power_of_two_scales: of an expert, see :func:`quantize_weight_current`.
+    E tensors [N, K] that are not adjacent in memory are gathered first.
 
     >>> import torch
     >>> from grouped_linear.ops import quantize_weight_current
@@ -88,16 +82,11 @@ def refresh_weight_delayed_(
     state: Tensor,
     refresh: Tensor | None = None,
 ) -> None:
-    """Quantize a weight into the tensors of an earlier :func:`quantize_weight_delayed`.
+    """:func:`refresh_weight_current_` for :func:`quantize_weight_delayed`.
 
-    Args:
-        q, q_t: see :func:`refresh_weight_`.
-        scale: [E] float32, contiguous, written: what q is scaled by, so that it keeps that when
-            state is updated.
-        amax: [E] float32, contiguous, updated in place by a refresh; None to record nothing.
-        w: see :func:`refresh_weight_current_`.
-        state: [E] float32, the scales to quantize with; an expert's own where it is 0.
-        refresh: see :func:`refresh_weight_`. If it is false, amax does not change either.
+    state [E] float32 holds the scales to quantize with; where one is 0, an expert's own is taken.
+    scale [E] becomes what q is scaled by, so that it keeps that when state is updated. A refresh
+    raises amax [E] float32, contiguous, too; None records nothing.
 
     >>> import torch
     >>> from grouped_linear.ops import quantize_weight_delayed
@@ -116,16 +105,11 @@ def refresh_weight_mx_(
     w: Tensor | Sequence[Tensor],
     refresh: Tensor | None = None,
 ) -> None:
-    """Round a weight to MXFP8 numbers, into existing bf16 tensors.
+    """Round a weight to MXFP8 numbers, into existing bf16 tensors [E, N, K], contiguous.
 
     As :func:`group_round_mx` with one group an expert: blocks run along K in w_rowwise, and along N
-    inside each expert in w_columnwise.
-
-    Args:
-        w_rowwise: [E, N, K] bfloat16, contiguous, written.
-        w_columnwise: [E, N, K] bfloat16, contiguous, written; or None.
-        w: see :func:`refresh_weight_current_`.
-        refresh: see :func:`refresh_weight_`.
+    inside each expert in w_columnwise, which may be None. w and refresh: see
+    :func:`refresh_weight_current_`.
 
     >>> import torch
     >>> w_rowwise = torch.zeros(2, 32, 16, dtype=torch.bfloat16)
@@ -159,8 +143,7 @@ def update_scales_(
         scale = 1 / clamp(fp8_max / amax / 2 ** margin, 2 ** -126, 2 ** 126)
 
     Args:
-        scale: one tensor [E] float32 for each operand, written.
-        amax: one tensor [E] float32 for each operand, read, then zeroed.
+        scale, amax: one tensor [E] float32 for each operand, written.
         amax_history: one tensor [H, E] float32 for each operand, written; the latest step first.
         fp8_max: for each operand the largest number of its dtype.
         margin: how many powers of two to stay below fp8_max.

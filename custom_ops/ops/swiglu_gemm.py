@@ -13,12 +13,13 @@ from grouped_linear.ops.gradients import OPS
 
 
 class SwigluGemm(NamedTuple):
-    """The results of :func:`grouped_mm_swiglu`."""
+    """The results of :func:`grouped_mm_swiglu`, of a's dtype.
+
+    gate_up is [T, 2 F], or None where it was not requested; h is [T, F].
+    """
 
     gate_up: Tensor | None
-    """[T, 2 F] of a's dtype; None where it was not requested."""
     h: Tensor
-    """[T, F] of a's dtype."""
 
 
 def grouped_mm_swiglu(
@@ -33,27 +34,14 @@ def grouped_mm_swiglu(
 ) -> SwigluGemm:
     """Multiply each group of rows by its own matrix, and compute SwiGLU of the result.
 
-    The results are those of::
-
-        gate_up = grouped_mm(a, b, offs, bias, rows=rows)
-        h = swiglu(gate_up, offs, activation)
+    ``gate_up = grouped_mm(a, b, offs, bias, rows=rows); h = swiglu(gate_up, offs, activation)``.
+    a is [T, K]; b [E, K, 2 F], ``gate_up_proj.mT`` for a weight [E, 2 F, K], F a multiple of 16;
+    bias [E, 2 F]. ``keep_gate_up`` returns gate_up too, which a backward needs.
 
     On Hopper GPUs it is one kernel, if a is bfloat16, F is a multiple of 64 and b is the transposed
     view of a weight [E, 2 F, K]; or, with interleaved gate and up, of one stored as [E, K, 2 F] as
     in GPT-OSS, without `rows`. Its sigmoid is approximate, within 2^-17: about one number of h in
     100,000 is another neighbour in bfloat16. Elsewhere h has the bits of the two ops.
-
-    Args:
-        a: [T, K], see :func:`grouped_mm`.
-        b: [E, K, 2 F] of a's dtype, F a multiple of 16: gate, then up, or as the activation says.
-            It is ``gate_up_proj.mT`` for a weight [E, 2 F, K].
-        offs, rows: see :func:`grouped_mm`.
-        bias: [E, 2 F] of a's dtype.
-        keep_gate_up: return gate_up too, which a backward needs.
-        activation: see :func:`swiglu`.
-
-    Returns:
-        gate_up [T, 2 F] and h [T, F]; zero at and past offs[-1].
 
     >>> import torch
     >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 16, 64), torch.tensor([2, 5]).int()
@@ -77,30 +65,18 @@ def grouped_mm_swiglu_grad(
 ) -> SwigluGrad:
     """Multiply each group of rows by its own matrix, and go on with SwiGLU's gradient.
 
-    The results are those of the following, but d_weight is summed in another fixed order::
-
-        dh = grouped_mm(a, b, offs, rows=rows)
-        d_gate_up, h, d_weight = swiglu_grad(dh, gate_up, weight, offs, activation)
+    ``swiglu_grad(grouped_mm(a, b, offs, rows=rows), gate_up, weight, offs, activation)``, but
+    d_weight is summed in another fixed order. a is [T, K], the gradient of experts' outputs;
+    b [E, K, F] is down_proj; gate_up is [T, 2 F] of a's dtype.
 
     On Hopper GPUs it is one kernel, if a is bfloat16, F is a multiple of 64 and b is stored as
     [E, K, F]; or, with interleaved gate and up, is the transposed view of one stored as [E, F, K].
     With `rows` it is one for plain SwiGLU alone. Its sigmoid is approximate, as that of
     :func:`grouped_mm_swiglu`.
 
-    Args:
-        a: [T, K], see :func:`grouped_mm`: the gradient of an expert's outputs.
-        b: [E, K, F] of a's dtype: down_proj.
-        gate_up: [T, 2 F] of a's dtype.
-        weight, activation: see :func:`swiglu_grad`.
-        offs, rows: see :func:`grouped_mm`.
-
-    Returns:
-        See :func:`swiglu_grad`.
-
     >>> import torch
     >>> dy, down_proj, offs = torch.randn(5, 16), torch.randn(2, 16, 32), torch.tensor([2, 5]).int()
-    >>> grads = grouped_mm_swiglu_grad(
-    ...     dy, down_proj, torch.randn(5, 64), torch.rand(5), offs)
+    >>> grads = grouped_mm_swiglu_grad(dy, down_proj, torch.randn(5, 64), torch.rand(5), offs)
     >>> grads.d_gate_up.shape, grads.h.shape, grads.d_weight.shape
     (torch.Size([5, 64]), torch.Size([5, 32]), torch.Size([5]))
     """

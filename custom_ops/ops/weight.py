@@ -14,14 +14,15 @@ from grouped_linear.ops.gradients import OPS
 
 
 class WeightQuantized(NamedTuple):
-    """A quantized weight; None for a result that was not requested."""
+    """A quantized weight; None for a result that was not requested.
+
+    q [E, N, K] e4m3 is for fprop; q_t [E, K, N], the bytes of q transposed, for dgrad. Both have
+    one scale, float32: [E, ceil(N / 128), ceil(K / 128)], or [E], one an expert.
+    """
 
     q: Tensor | None
-    """[E, N, K] e4m3, for fprop."""
     scale: Tensor
-    """Float32, for q and q_t: [E, ceil(N / 128), ceil(K / 128)], or [E], one an expert."""
     q_t: Tensor | None
-    """[E, K, N] e4m3, for dgrad."""
 
 
 def quantize_weight(
@@ -44,10 +45,6 @@ def quantize_weight(
         columnwise: return q_t, which dgrad reads.
         rowwise: return q, which fprop reads. At least one layout must be requested.
 
-    Returns:
-        q [E, N, K]; scale [E, ceil(N / 128), ceil(K / 128)]; q_t [E, K, N], the bytes of q
-        transposed.
-
     >>> import torch
     >>> quantized = quantize_weight(torch.randn(2, 32, 144))
     >>> quantized.scale.shape, quantized.q_t.shape
@@ -58,13 +55,10 @@ def quantize_weight(
 
 
 def transpose_weight(q: Tensor) -> Tensor:
-    """Transpose each expert of a quantized weight: what dgrad reads, from what fprop reads.
+    """Transpose each expert of a quantized weight, so that dgrad can read it.
 
-    Args:
-        q: [E, N, K] e4m3, N and K multiples of 16.
-
-    Returns:
-        [E, K, N] e4m3, contiguous: ``q.mT.contiguous()``, on a GPU at the speed of a copy.
+    ``q.mT.contiguous()`` of q [E, N, K] e4m3, N and K multiples of 16; on a GPU at the speed of a
+    copy.
 
     >>> import torch
     >>> q = torch.ones(2, 32, 144).to(torch.float8_e4m3fn)
@@ -81,15 +75,7 @@ def quantize_weight_list(
     power_of_two_scales: bool = True,
     columnwise: bool = True,
 ) -> WeightQuantized:
-    """Quantize one weight tensor an expert, without stacking; the bits of :func:`quantize_weight`.
-
-    Args:
-        w: E tensors [N, K] bfloat16, float16 or float32, N and K multiples of 16, of one shape and
-            dtype.
-        amax_epsilon, power_of_two_scales, columnwise: see :func:`quantize_weight`.
-
-    Returns:
-        As :func:`quantize_weight` of ``torch.stack(w)``.
+    """:func:`quantize_weight` of ``torch.stack(w)``, without stacking: w is E tensors [N, K].
 
     >>> import torch
     >>> w = [torch.ones(32, 16), torch.full((32, 16), 2.0)]
@@ -109,17 +95,7 @@ def quantize_weight_current(
     power_of_two_scales: bool = False,
     columnwise: bool = True,
 ) -> WeightQuantized:
-    """Quantize a packed weight to e4m3 with one scale an expert, from the expert's own amax.
-
-    The formula is that of :func:`group_quantize_current`.
-
-    Args:
-        w, columnwise: see :func:`quantize_weight`.
-        amax_epsilon: the smallest amax that an expert is scaled by.
-        power_of_two_scales: make scales powers of two.
-
-    Returns:
-        q [E, N, K]; scale [E]; q_t [E, K, N], the bytes of q transposed.
+    """:func:`quantize_weight` with one scale an expert, as :func:`group_quantize_current` has.
 
     >>> import torch
     >>> quantize_weight_current(torch.full((2, 32, 16), 448.0)).scale
@@ -132,17 +108,10 @@ def quantize_weight_current(
 def quantize_weight_delayed(
     w: Tensor, scale: Tensor, amax: Tensor | None = None, *, columnwise: bool = True
 ) -> WeightQuantized:
-    """Quantize a packed weight to e4m3 with given scales, one an expert, and record its amax.
+    """:func:`quantize_weight_current` with given scales [E], as :func:`group_quantize_delayed` has.
 
-    The formula is that of :func:`group_quantize_delayed`.
-
-    Args:
-        w, columnwise: see :func:`quantize_weight`.
-        scale: [E] float32.
-        amax: [E] float32, contiguous, updated in place; None to record nothing.
-
-    Returns:
-        q [E, N, K]; scale [E], what q was scaled by; q_t [E, K, N], the bytes of q transposed.
+    The result's scale is what q was scaled by. amax [E] float32, contiguous, is raised in place;
+    None records nothing.
 
     >>> import torch
     >>> amax = torch.zeros(2)
