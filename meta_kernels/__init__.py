@@ -7,11 +7,7 @@ if __name__ != "grouped_linear.meta_kernels":
 from grouped_linear.meta_kernels import flops as flops
 from grouped_linear.meta_kernels import layer as layer
 from grouped_linear.meta_kernels import matmul as matmul
-from grouped_linear.meta_kernels import mx as mx
 from grouped_linear.meta_kernels import mxfp4 as mxfp4
-from grouped_linear.meta_kernels import optimizer as optimizer
-from grouped_linear.meta_kernels import per_group as per_group
 from grouped_linear.meta_kernels import quantize as quantize
-from grouped_linear.meta_kernels import refresh as refresh
 from grouped_linear.meta_kernels import routing as routing
-from grouped_linear.meta_kernels import swiglu_gemm as swiglu_gemm
+from grouped_linear.meta_kernels import state as state

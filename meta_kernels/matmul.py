@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fake kernels of the grouped GEMMs.
 
-T rows, E groups, K in_features, N out_features.
+T rows, E groups, K in_features, N out_features, F features of h.
 """
 
 from typing import Any
@@ -33,9 +33,7 @@ def check_operands(rules: Rules, c: Any) -> tuple[int, int]:
     rules.same("K", "a", c.a.size(1), "b", c.b.size(1))
     rules.features("K", c.a.size(1))
     rules.features("N", c.b.size(2))
-    rules.offs("a")
-    rules.same("E", "b", c.b.size(0), "offs", c.offs.size(0))
-    return c.offs.size(0), c.b.size(2)
+    return rules.offs("a", b=c.b.size(0)), c.b.size(2)
 
 
 def row_count(rules: Rules, c: Any) -> int:
@@ -45,11 +43,21 @@ def row_count(rules: Rules, c: Any) -> int:
     return operand.size(0)
 
 
+def product(rules: Rules, c: Any, N: int, default: torch.dtype, gathers: bool = True) -> Tensor:
+    """y [T, N]: the rules of its dtype and bias, of gathered rows and of a second product."""
+    E, dtype = c.offs.size(0), c.out_dtype or default
+    rules.dtype("out_dtype", *ACTIVATIONS)
+    rules.bias(E, N, dtype)
+    rules.check(gathers or c.rows is None, lambda: "rows need block scales, got a scale a group")
+    T = row_count(rules, c)
+    rules.low_rank(E, N, c.a.dtype if c.a.dtype in ACTIVATIONS else dtype)
+    return c.a.new_empty((T, N), dtype=dtype)
+
+
 @fake
 def addmm(rules: Rules, c: Any) -> Tensor:
     """c [M, N], a [M, K], b [K, N] -> [M, N]."""
-    rules.dim("c", 2)
-    rules.dtype("c", torch.bfloat16, torch.float16)
+    rules.dim("c", 2, torch.bfloat16, torch.float16)
     M, N = c.c.shape
     rules.features("N", N)
     rules.count("c", "rows", M)
@@ -66,20 +74,14 @@ def addmm(rules: Rules, c: Any) -> Tensor:
 @fake
 def grouped_mm(rules: Rules, c: Any) -> Tensor:
     """a [T, K], b [E, K, N] -> [T, N]; with rows [T], a has any number of rows."""
-    E, N = check_operands(rules, c)
-    dtype = c.out_dtype or c.a.dtype
-    rules.dtype("out_dtype", *ACTIVATIONS)
-    rules.bias(E, N, dtype)
-    T = row_count(rules, c)
-    rules.low_rank(E, N, c.a.dtype)
-    return c.a.new_empty((T, N), dtype=dtype)
+    _, N = check_operands(rules, c)
+    return product(rules, c, N, c.a.dtype)
 
 
 @fake
 def grouped_mm_list(rules: Rules, c: Any) -> Tensor:
     """a [T, K], E times b [K, N] ([N, K] where it is transposed) -> [T, N]."""
-    rules.dim("a", 2)
-    rules.dtype("a", *ACTIVATIONS)
+    rules.dim("a", 2, *ACTIVATIONS)
     rules.experts("b")
     rules.dtype("b", c.a.dtype)
     rules.device("b", "a")
@@ -87,12 +89,8 @@ def grouped_mm_list(rules: Rules, c: Any) -> Tensor:
     rules.same("K", "a", c.a.size(1), "b", K)
     rules.features("K", K)
     rules.features("N", N)
-    rules.offs("a")
-    rules.same("E", "b", len(c.b), "offs", c.offs.size(0))
-    dtype = c.out_dtype or c.a.dtype
-    rules.dtype("out_dtype", *ACTIVATIONS)
-    rules.bias(c.offs.size(0), N, dtype)
-    return c.a.new_empty((row_count(rules, c), N), dtype=dtype)
+    rules.offs("a", b=len(c.b))
+    return product(rules, c, N, c.a.dtype)
 
 
 @fake
@@ -100,8 +98,7 @@ def grouped_scaled_mm(rules: Rules, c: Any) -> Tensor:
     """a [T, K] and b [E, K, N] in FP8 -> [T, N]; with rows [T], a has any number of rows."""
     per_group = c.scale_a.dim() == 1  # else per block
     if per_group:
-        rules.dim("a", 2)
-        rules.dtype("a", *FP8)
+        rules.dim("a", 2, *FP8)
         rules.features("K", c.a.size(1))
     else:
         rules.rowwise("a", "scale_a")
@@ -114,20 +111,36 @@ def grouped_scaled_mm(rules: Rules, c: Any) -> Tensor:
         rules.same("E", "b", E, "scale_b", c.scale_b.size(0))
         rules.same("the number of N blocks", "b", ceil_div(N, BLOCK), "scale_b", c.scale_b.size(2))
         rules.same("the number of K blocks", "b", ceil_div(K, BLOCK), "scale_b", c.scale_b.size(1))
-    rules.offs("a")
-    rules.same("E", "b", E, "offs", c.offs.size(0))
+    rules.offs("a", b=E)
     if per_group:
-        rules.group_scale("scale_a", "a", c.offs.size(0))
-        rules.group_scale("scale_b", "a", c.offs.size(0))
-    dtype = c.out_dtype or torch.bfloat16
-    rules.dtype("out_dtype", *ACTIVATIONS)
-    rules.bias(c.offs.size(0), N, dtype)
-    rules.check(
-        c.rows is None or not per_group, lambda: "rows need block scales, got a scale a group"
-    )
+        rules.group_scale("scale_a", "a", E)
+        rules.group_scale("scale_b", "a", E)
+    return product(rules, c, N, torch.bfloat16, gathers=not per_group)
+
+
+@fake
+def grouped_mm_swiglu(rules: Rules, c: Any) -> tuple[Tensor, Tensor]:
+    """a [T, K], b [E, K, 2 F] -> gate_up [T, 2 F] or empty, h [T, F]."""
+    E, N = check_operands(rules, c)
+    rules.bias(E, N, c.a.dtype)
     T = row_count(rules, c)
-    rules.low_rank(c.offs.size(0), N, dtype)
-    return c.a.new_empty((T, N), dtype=dtype)
+    rules.features("N / 2", N // 2)
+    rules.swiglu_form()
+    return c.a.new_empty((T, N) if c.keep_gate_up else (0,)), c.a.new_empty((T, N // 2))
+
+
+@fake
+def grouped_mm_swiglu_grad(rules: Rules, c: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """a [T, K], b [E, F, K], weight [T] -> d_gate_up [T, 2 F], h [T, F], d_weight [T]."""
+    _, F = check_operands(rules, c)
+    T, name = row_count(rules, c), "a" if c.rows is None else "rows"
+    rules.tensor("gate_up", 2, c.a.dtype, "a")
+    rules.same("T", "gate_up", c.gate_up.size(0), name, T)
+    rules.same("2 * N", "gate_up", c.gate_up.size(1), "b", 2 * F)
+    rules.tensor("weight", 1, torch.float32, "a")
+    rules.same("T", "weight", c.weight.size(0), name, T)
+    rules.swiglu_form()
+    return c.a.new_empty((T, 2 * F)), c.a.new_empty((T, F)), c.weight.new_empty((T,))
 
 
 def _check_wgrad(rules: Rules, c: Any) -> Shape3:
@@ -146,8 +159,7 @@ def _check_wgrad(rules: Rules, c: Any) -> Shape3:
     rules.count("x", "rows", c.x.size(0))
     rules.features("N", c.dy.size(1))
     rules.features("K", c.x.size(1))
-    rules.offs("dy")
-    return c.offs.size(0), c.dy.size(1), c.x.size(1)
+    return rules.offs("dy"), c.dy.size(1), c.x.size(1)
 
 
 def _check_scaled_wgrad(rules: Rules, c: Any) -> Shape3:
@@ -163,11 +175,11 @@ def _check_scaled_wgrad(rules: Rules, c: Any) -> Shape3:
         rules.columnwise("x_t", "scale_x_t", "K")
     rules.device("x_t", "dy_t")
     rules.same("the number of blocks", "dy_t", c.dy_t.size(0), "x_t", c.x_t.size(0))
-    rules.offs("dy_t")
+    E = rules.offs("dy_t")
     if per_group:
-        rules.group_scale("scale_dy_t", "dy_t", c.offs.size(0))
-        rules.group_scale("scale_x_t", "dy_t", c.offs.size(0))
-    return c.offs.size(0), c.dy_t.size(1), c.x_t.size(1)
+        rules.group_scale("scale_dy_t", "dy_t", E)
+        rules.group_scale("scale_x_t", "dy_t", E)
+    return E, c.dy_t.size(1), c.x_t.size(1)
 
 
 def _check_main_grad(rules: Rules, c: Any, dy: Tensor, shape: Shape3) -> None:

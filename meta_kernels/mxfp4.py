@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grouped_linear.meta_kernels.matmul import row_count
+from grouped_linear.meta_kernels.matmul import product
 from grouped_linear.meta_kernels.rules import (
     ACTIVATIONS,
     E4M3,
@@ -33,8 +33,7 @@ def _check_blocks(rules: Rules, K: int) -> None:
 def _check_mxfp4(rules: Rules, name: str, scale_name: str) -> None:
     """The rules of q [E, N, K/2] with scale [E, N, K/32]."""
     q, scale = rules.arguments[name], rules.arguments[scale_name]
-    rules.dim(name, 3)
-    rules.dtype(name, torch.uint8)
+    rules.dim(name, 3, torch.uint8)
     rules.groups(q.size(0))
     rules.features("N", q.size(1))
     _check_blocks(rules, 2 * q.size(2))
@@ -67,21 +66,14 @@ def dequantize_mxfp4(rules: Rules, c: Any) -> Tensor:
 @fake
 def grouped_mm_mxfp4(rules: Rules, c: Any) -> Tensor:
     """a [T, K] and a weight [E, N, K] -> [T, N]; without transpose_b a [T, N] -> [T, K]."""
-    dtype = c.out_dtype or (torch.bfloat16 if c.a.dtype == E4M3 else c.a.dtype)
     if c.scale_a is not None:
         rules.rowwise("a", "scale_a")
     else:
-        rules.dim("a", 2)
-        rules.dtype("a", *ACTIVATIONS)
+        rules.dim("a", 2, *ACTIVATIONS)
     _check_mxfp4(rules, "b", "scale_b")
     rules.device("b", "a")
     E, N, K = c.b.size(0), c.b.size(1), 2 * c.b.size(2)
     reduced, cols = (K, N) if c.transpose_b else (N, K)
     rules.same("K" if c.transpose_b else "N", "a", c.a.size(1), "b", reduced)
-    rules.offs("a")
-    rules.same("E", "b", E, "offs", c.offs.size(0))
-    rules.dtype("out_dtype", *ACTIVATIONS)
-    rules.bias(E, cols, dtype)
-    T = row_count(rules, c)
-    rules.low_rank(E, cols, c.a.dtype if c.scale_a is None else dtype)
-    return c.a.new_empty((T, cols), dtype=dtype)
+    rules.offs("a", b=E)
+    return product(rules, c, cols, torch.bfloat16 if c.a.dtype == E4M3 else c.a.dtype)

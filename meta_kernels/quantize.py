@@ -13,8 +13,11 @@ from grouped_linear.meta_kernels.rules import (
     ACTIVATIONS,
     BLOCK,
     E4M3,
+    FP8,
+    MX_BLOCK,
     SCALE_ROW_MULTIPLE,
     Rules,
+    block_scales,
     ceil_div,
     fake,
     output_if,
@@ -38,12 +41,12 @@ def _quantized(x: Tensor, T: int, K: int, E: int, rowwise: bool, columnwise: boo
 
 
 def _quantized_weight(
-    like: Tensor, E: int, N: int, K: int, rowwise: bool, columnwise: bool
+    like: Tensor, E: int, N: int, K: int, scale: tuple[int, ...], columnwise: bool, rowwise: bool
 ) -> QuantizedWeight:
-    """q, scale and q_t of a weight [E, N, K]."""
+    """q [E, N, K], scale of this shape and q_t [E, K, N]."""
     return (
         output_if(rowwise, like, (E, N, K), E4M3),
-        like.new_empty((E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)), dtype=torch.float32),
+        like.new_empty(scale, dtype=torch.float32),
         output_if(columnwise, like, (E, K, N), E4M3),
     )
 
@@ -51,8 +54,7 @@ def _quantized_weight(
 @fake
 def group_quantize(rules: Rules, c: Any) -> tuple[Tensor, ...]:
     """x [T, K], or [S, K] with rows [T] -> q, scale, q_t, scale_t, bias_grad."""
-    rules.dim("x", 2)
-    rules.dtype("x", *ACTIVATIONS)
+    rules.dim("x", 2, *ACTIVATIONS)
     K = c.x.size(1)
     rules.features("K", K)
     rules.offs("x")
@@ -64,17 +66,72 @@ def group_quantize(rules: Rules, c: Any) -> tuple[Tensor, ...]:
     return (*_quantized(c.x, T, K, E, c.rowwise, c.columnwise), bias_grad)
 
 
+def _quantized_per_group(c: Any) -> Quantized:
+    """q [T, K], scale [E], q_t [Tp/B, K, B], bias_grad [E, K]; empty where not requested."""
+    (T, K), E = c.x.shape, c.offs.size(0)
+    return (
+        output_if(c.rowwise, c.x, (T, K), c.out_dtype),
+        c.x.new_empty((E,), dtype=torch.float32),
+        output_if(c.columnwise, c.x, (padded_rows(T, E) // BLOCK, K, BLOCK), c.out_dtype),
+        output_if(c.bias_grad, c.x, (E, K), torch.float32),
+    )
+
+
+@fake
+def group_quantize_current(rules: Rules, c: Any) -> Quantized:
+    """x [T, K] -> q, scale [E], q_t, bias_grad."""
+    rules.grouped_rows()
+    rules.dtype("out_dtype", *FP8)
+    rules.epsilon()
+    return _quantized_per_group(c)
+
+
+@fake
+def group_quantize_delayed(rules: Rules, c: Any) -> Quantized:
+    """x [T, K], scale [E] -> q, scale [E], q_t, bias_grad; amax [E] is raised in place."""
+    rules.grouped_rows()
+    rules.group_scale("scale", "x", c.offs.size(0))
+    rules.amax("x", c.offs.size(0), "offs")
+    rules.dtype("out_dtype", *FP8)
+    return _quantized_per_group(c)
+
+
+@fake
+def group_quantize_mx(rules: Rules, c: Any) -> tuple[Tensor, ...]:
+    """x [T, K] -> q, scale [T, ceil(K/32)], q_t [Tp/B, K, B], scale_t [Tp/B, K, 4], bias_grad."""
+    rules.grouped_rows()
+    (T, K), E = c.x.shape, c.offs.size(0)
+    blocks = padded_rows(T, E) // BLOCK
+    return (
+        output_if(c.rowwise, c.x, (T, K), E4M3),
+        output_if(c.rowwise, c.x, (T, ceil_div(K, MX_BLOCK)), torch.float8_e8m0fnu),
+        output_if(c.columnwise, c.x, (blocks, K, BLOCK), E4M3),
+        output_if(c.columnwise, c.x, (blocks, K, BLOCK // MX_BLOCK), torch.float8_e8m0fnu),
+        output_if(c.bias_grad, c.x, (E, K), torch.float32),
+    )
+
+
+@fake
+def group_round_mx(rules: Rules, c: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, K] -> x_rowwise [T, K], x_columnwise [T, K], bias_grad."""
+    rules.grouped_rows()
+    (T, K), E = c.x.shape, c.offs.size(0)
+    return (
+        output_if(c.rowwise, c.x, (T, K), torch.bfloat16),
+        output_if(c.columnwise, c.x, (T, K), torch.bfloat16),
+        output_if(c.bias_grad, c.x, (E, K), torch.float32),
+    )
+
+
 def _check_swiglu(rules: Rules, c: Any) -> tuple[int, int, int]:
     """gate_up [T, 2 K] with offs [E]; T, K and E."""
-    rules.dim("gate_up", 2)
-    rules.dtype("gate_up", *ACTIVATIONS)
+    rules.dim("gate_up", 2, *ACTIVATIONS)
     T, columns = c.gate_up.shape
     rules.check(
         columns % 2 == 0, lambda: f"gate_up must have an even number of columns, got {columns}"
     )
     rules.features("K", columns // 2)
-    rules.offs("gate_up")
-    return T, columns // 2, c.offs.size(0)
+    return T, columns // 2, rules.offs("gate_up")
 
 
 def _check_swiglu_grad(rules: Rules, c: Any) -> tuple[int, int, int]:
@@ -90,8 +147,7 @@ def _check_swiglu_grad(rules: Rules, c: Any) -> tuple[int, int, int]:
     rules.same("2 * K", "dh", 2 * K, "gate_up", c.gate_up.size(1))
     rules.tensor("weight", 1, torch.float32, "dh")
     rules.same("T", "weight", c.weight.size(0), "dh", T)
-    rules.offs("dh")
-    return T, K, c.offs.size(0)
+    return T, K, rules.offs("dh")
 
 
 @fake
@@ -148,9 +204,9 @@ def group_dequantize(rules: Rules, c: Any) -> Tensor:
 def group_dequantize_t(rules: Rules, c: Any) -> Tensor:
     """q_t [Tp/B, K, B] -> x [T, K]."""
     rules.columnwise("q_t", "scale_t", "K")
-    rules.offs("q_t")
+    E = rules.offs("q_t")
     rules.not_negative("num_rows")
-    blocks = padded_rows(c.num_rows, c.offs.size(0)) // BLOCK
+    blocks = padded_rows(c.num_rows, E) // BLOCK
     rules.same("the number of blocks", "q_t", c.q_t.size(0), "num_rows", blocks)
     rules.dtype("out_dtype", *ACTIVATIONS)
     return c.q_t.new_empty((c.num_rows, c.q_t.size(1)), dtype=c.out_dtype)
@@ -159,11 +215,9 @@ def group_dequantize_t(rules: Rules, c: Any) -> Tensor:
 @fake
 def grouped_bias_grad(rules: Rules, c: Any) -> Tensor:
     """dy [T, N] -> [E, N]."""
-    rules.dim("dy", 2)
-    rules.dtype("dy", *ACTIVATIONS)
+    rules.dim("dy", 2, *ACTIVATIONS)
     rules.features("N", c.dy.size(1))
-    rules.offs("dy")
-    return c.dy.new_empty((c.offs.size(0), c.dy.size(1)), dtype=torch.float32)
+    return c.dy.new_empty((rules.offs("dy"), c.dy.size(1)), dtype=torch.float32)
 
 
 @fake
@@ -172,7 +226,7 @@ def quantize_weight(rules: Rules, c: Any) -> QuantizedWeight:
     E, N, K = rules.weight()
     rules.epsilon()
     rules.layouts()
-    return _quantized_weight(c.w, E, N, K, c.rowwise, c.columnwise)
+    return _quantized_weight(c.w, E, N, K, block_scales(E, N, K), c.columnwise, c.rowwise)
 
 
 @fake
@@ -187,4 +241,21 @@ def quantize_weight_list(rules: Rules, c: Any) -> QuantizedWeight:
     """E times w [N, K] -> q, scale, q_t."""
     E, N, K = rules.weight_list()
     rules.epsilon()
-    return _quantized_weight(c.w[0], E, N, K, True, c.columnwise)
+    return _quantized_weight(c.w[0], E, N, K, block_scales(E, N, K), c.columnwise, True)
+
+
+@fake
+def quantize_weight_current(rules: Rules, c: Any) -> QuantizedWeight:
+    """w [E, N, K] -> q, scale [E], q_t."""
+    E, N, K = rules.weight()
+    rules.epsilon()
+    return _quantized_weight(c.w, E, N, K, (E,), c.columnwise, True)
+
+
+@fake
+def quantize_weight_delayed(rules: Rules, c: Any) -> QuantizedWeight:
+    """w [E, N, K], scale [E] -> q, scale [E], q_t; amax [E] is raised in place."""
+    E, N, K = rules.weight()
+    rules.group_scale("scale", "w", E, "w")
+    rules.amax("w", E, "w")
+    return _quantized_weight(c.w, E, N, K, (E,), c.columnwise, True)

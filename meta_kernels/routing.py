@@ -16,8 +16,7 @@ from grouped_linear.meta_kernels.rules import ACTIVATIONS, Rules, at_most, dtype
 def splits_to_offsets(rules: Rules, c: Any) -> Tensor:
     """m_splits [E] -> offs [E]."""
     dtype = c.out_dtype or torch.int32
-    rules.dim("m_splits", 1)
-    rules.dtype("m_splits", torch.int32, torch.int64)
+    rules.dim("m_splits", 1, torch.int32, torch.int64)
     rules.groups(c.m_splits.size(0))
     rules.dtype("out_dtype", torch.int32, torch.int64)
     rules.not_negative("num_rows")
@@ -33,15 +32,13 @@ def splits_to_offsets(rules: Rules, c: Any) -> Tensor:
 
 
 def _check_gathered(rules: Rules, c: Any) -> None:
-    rules.dim("y", 2)
-    rules.dtype("y", *ACTIVATIONS)
+    rules.dim("y", 2, *ACTIVATIONS)
     rules.features("H", c.y.size(1))
     rules.rows(2, "y")
 
 
 def _check_scoring(rules: Rules, c: Any, k: int) -> None:
-    rules.dim("logits", 2)
-    rules.dtype("logits", *ACTIVATIONS)
+    rules.dim("logits", 2, *ACTIVATIONS)
     T, E = c.logits.shape
     rules.groups(E)
     rules.check(1 <= k <= E, lambda: f"k must be between 1 and E, which is {E}, got {k}")
@@ -68,8 +65,7 @@ def topk_experts(rules: Rules, c: Any) -> tuple[Tensor, Tensor]:
 @fake
 def topk_experts_grad(rules: Rules, c: Any) -> Tensor:
     """d_weights [T, k], logits [T, E], experts [T, k] -> d_logits [T, E]."""
-    rules.dim("d_weights", 2)
-    rules.dtype("d_weights", torch.float32)
+    rules.dim("d_weights", 2, torch.float32)
     T, k = c.d_weights.shape
     _check_scoring(rules, c, k)
     rules.device("logits", "d_weights")
@@ -83,8 +79,7 @@ def topk_experts_grad(rules: Rules, c: Any) -> Tensor:
 @fake
 def sort_by_expert(rules: Rules, c: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Experts [T, C] -> choice [R], token [R], row [T, C], offs [E]."""
-    rules.dim("experts", 2)
-    rules.dtype("experts", torch.int32, torch.int64)
+    rules.dim("experts", 2, torch.int32, torch.int64)
     rules.groups(c.num_experts)
     R = c.experts.numel()
     rules.count("experts", "choices", R)
@@ -121,8 +116,7 @@ def gather_dot(rules: Rules, c: Any) -> Tensor:
 @fake
 def scatter_rows(rules: Rules, c: Any) -> Tensor:
     """x [T, H], rows [T, C] -> [num_rows, H]."""
-    rules.dim("x", 2)
-    rules.dtype("x", *ACTIVATIONS)
+    rules.dim("x", 2, *ACTIVATIONS)
     rules.features("H", c.x.size(1))
     rules.rows(2, "x")
     rules.same("T", "rows", c.rows.size(0), "x", c.x.size(0))

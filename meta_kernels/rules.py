@@ -34,6 +34,11 @@ def ceil_div(a: int, b: int) -> int:
     return (a + b - 1) // b
 
 
+def block_scales(E: int, N: int, K: int) -> tuple[int, int, int]:
+    """The shape of a weight's scales, one a block of 128 x 128."""
+    return E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)
+
+
 def padded_rows(num_rows: int, num_groups: int) -> int:
     """Rows of columnwise data: the bound 128 * floor((T + 127 * min(E, T)) / 128)."""
     wasted: int = (BLOCK - 1) * torch.sym_min(num_groups, num_rows)  # type: ignore[assignment]
@@ -83,13 +88,15 @@ class Rules:
         """Raise ``op: sentence`` unless the rule holds; for unbacked sizes at run time."""
         torch._check(rule_holds, lambda: f"{self.op}: {sentence()}")
 
-    def dim(self, name: str, dim: int) -> None:
-        """A tensor has `dim` dimensions."""
+    def dim(self, name: str, dim: int, *dtypes: torch.dtype) -> None:
+        """A tensor has `dim` dimensions, and one of the dtypes where they are given."""
         if (t := self._tensor(name)) is not None:
             is_missing = isinstance(t, Missing)
             got = None if is_missing else f"{t.dim()}-D"
             fits = not is_missing and t.dim() == dim
             self.check(fits, lambda: f"{name} must be {dim}-D, got {got}")
+            if dtypes:
+                self.dtype(name, *dtypes)
 
     def dtype(self, name: str, *allowed: torch.dtype) -> None:
         """A dtype, or a tensor's, is one of the allowed."""
@@ -111,8 +118,7 @@ class Rules:
 
     def tensor(self, name: str, dim: int, dtype: torch.dtype, first_name: str) -> None:
         """A tensor has these dimensions and this dtype on the first one's device."""
-        self.dim(name, dim)
-        self.dtype(name, dtype)
+        self.dim(name, dim, dtype)
         self.device(name, first_name)
 
     def same(self, what: str, a_name: str, a: int, b_name: str, b: int) -> None:
@@ -144,18 +150,21 @@ class Rules:
             lambda: f"E must be between 1 and {MAX_GROUPS}, got {num_groups}",
         )
 
-    def offs(self, first_name: str) -> None:
-        """Offs is [E] int32 on the first tensor's device."""
+    def offs(self, first_name: str, **owners: int) -> int:
+        """Offs is [E] int32 on the first tensor's device, and E that of other tensors; E."""
         self.tensor("offs", 1, torch.int32, first_name)
-        self.groups(self.arguments["offs"].size(0))
+        E: int = self.arguments["offs"].size(0)
+        self.groups(E)
         self.count(first_name, "rows", self._tensor(first_name).size(0))
+        for owner, own in owners.items():
+            self.same("E", owner, own, "offs", E)
+        return E
 
     def rows(self, dim: int, first_name: str, name: str = "rows") -> None:
         """Rows holds numbers of rows of a tensor on the first tensor's device."""
         if (rows := self.arguments[name]) is None:
             return
-        self.dim(name, dim)
-        self.dtype(name, torch.int32, torch.int64)
+        self.dim(name, dim, torch.int32, torch.int64)
         self.device(name, first_name)
         self.count(name, "rows", rows.size(0))
         if dim == 2:
@@ -192,8 +201,7 @@ class Rules:
 
     def grouped_rows(self) -> None:
         """X is [T, K] of an activation dtype with offs, and at least one layout is requested."""
-        self.dim("x", 2)
-        self.dtype("x", *ACTIVATIONS)
+        self.dim("x", 2, *ACTIVATIONS)
         self.features("K", self.arguments["x"].size(1))
         self.offs("x")
         self.layouts()
@@ -207,8 +215,7 @@ class Rules:
 
     def weight(self, name: str = "w", *allowed: torch.dtype) -> tuple[int, int, int]:
         """A weight is [E, N, K] of one of the dtypes, by default of activations; E, N and K."""
-        self.dim(name, 3)
-        self.dtype(name, *(allowed or ACTIVATIONS))
+        self.dim(name, 3, *(allowed or ACTIVATIONS))
         E, N, K = self._tensor(name).shape
         self.groups(E)
         self.features("N", N)
@@ -282,8 +289,7 @@ class Rules:
     def rowwise(self, name: str, scale_name: str) -> None:
         """q [rows, K] with scale [ceil(K / 128), round_up(rows, 4)]."""
         q, scale = self.arguments[name], self.arguments[scale_name]
-        self.dim(name, 2)
-        self.dtype(name, E4M3)
+        self.dim(name, 2, E4M3)
         self.features("K", q.size(1))
         self.tensor(scale_name, 2, torch.float32, name)
         blocks = ceil_div(q.size(1), BLOCK)
@@ -309,12 +315,12 @@ class Rules:
 
     def low_rank(self, num_groups: int, N: int, dtype: torch.dtype) -> None:
         """A second product's operands are [T, r] and [E, r, N] of a dtype, or neither is given."""
-        a_low, b_low = self.arguments["a_low"], self.arguments["b_low"]
+        a_low, b_low = (self.arguments.get(name) for name in ("a_low", "b_low"))
         given = "b_low" if a_low is None else "a_low"
         self.check(
             (a_low is None) == (b_low is None), lambda: f"give a_low and b_low, got {given} alone"
         )
-        if a_low is None:
+        if a_low is None or b_low is None:
             return
         self.dim("a_low", 2)
         self.dim("b_low", 3)
