@@ -11,7 +11,7 @@
 
 namespace grouped_linear {
 
-// What a user chooses. Passed to kernels.
+// A user's options, which kernels receive.
 struct AdamOptions {
   double lr, beta1, beta2, weight_decay, eps;
   bool decoupled_weight_decay, maximize;

@@ -10,7 +10,7 @@ namespace grouped_linear {
 
 enum class ScoreFunction { kNone, kSoftmax, kSigmoid };
 
-// What a sum of weights gets, so that it is not zero: DeepSeek-V3's.
+// An addend that keeps a sum of weights from being zero: DeepSeek-V3's.
 constexpr float kWeightEpsilon = 1e-20f;
 
 // How weights follow from the logits l of a token's experts. Its scores s are
@@ -19,7 +19,7 @@ constexpr float kWeightEpsilon = 1e-20f;
 //   sigmoid  1 / (1 + exp(-l[e]))
 // and a chosen one's weight is scale * s, with `normalize` scale * s / (the sum of the chosen +
 // epsilon). There softmax's sum cancels but for epsilon: undivided scores, and epsilon times the
-// sum. Where the largest logit is among the chosen, nothing is left of epsilon in float32. With a
+// sum. Where the largest logit is among the chosen, epsilon vanishes in float32. With a
 // bias it may not be.
 struct Scoring {
   ScoreFunction function = ScoreFunction::kNone;

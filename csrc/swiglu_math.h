@@ -62,7 +62,7 @@ struct PlainSwiglu {
   GROUPED_LINEAR_DEVICE bool clamps_up(float) const { return false; }
 };
 
-// Made by swiglu_form.
+// swiglu_form makes it.
 struct SwigluForm {
   float alpha = 1, beta = 0, limit = std::numeric_limits<float>::infinity();
   bool interleaved = false;                               // gate and up are columns 2 c and 2 c + 1

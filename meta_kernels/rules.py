@@ -137,7 +137,7 @@ class Rules:
         )
 
     def count(self, name: str, what: str, count: int) -> None:
-        """What is counted in 32 bits: the rows of a tensor, its columns, or what `what` names."""
+        """A count fits in 32 bits: a tensor's rows, its columns, or what `what` names."""
         self.check(
             at_most(count, MAX_COUNT),
             lambda: f"{name} must have at most {MAX_COUNT} {what}, got {count}",

@@ -20,7 +20,7 @@ void check_dim(const char* op, const char* name, const Tensor& t, int64_t dim);
 void check_same(const char* op, const char* what, const char* a_name, int64_t a, const char* b_name,
                 int64_t b);
 void check_features(const char* op, const char* what, int64_t size);
-// What is counted in 32 bits: the rows of a tensor, its columns, or what `what` names.
+// A count fits in 32 bits: a tensor's rows, its columns, or what `what` names.
 void check_count(const char* op, const char* name, const char* what, int64_t count);
 void check_groups(const char* op, int64_t E);
 void check_device(const char* op, const char* name, const Tensor& t, const char* first_name,

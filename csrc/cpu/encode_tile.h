@@ -29,7 +29,7 @@ struct TileSource {
   bool finite = false;  // whether all elements are
 };
 
-// What to make of it. Each part of a row or of a column, `part` elements, has its own factor.
+// The encoding of a tile. Each part of a row or of a column, `part` elements, has its own factor.
 // Column codes replace row codes in `codes`.
 struct Encoding {
   const float* row_factor = nullptr;  // [128][128 / part], or null
@@ -47,7 +47,7 @@ void encode_e4m3(const TileSource& tile, const Encoding& to, const TilePrefetch&
 void encode_with_one_factor(const TileSource& tile, float factor, ScalarType format, ByteTile& q,
                             const TilePrefetch& prefetch);
 
-// What e4m3 keeps of a tile, in parts of kMxBlock: row r of out = e4m3(tile[r] * factor) * scale,
+// The e4m3 numbers of a tile, in parts of kMxBlock: row r of out = e4m3(tile[r] * factor) * scale,
 // in bf16. Factors and scales are inverse powers of two, for which that is a bf16 number. An
 // element that is not finite becomes NaN.
 void round_to_e4m3(const TileSource& tile, bool rowwise, int64_t cols, const float* factor,

@@ -95,7 +95,7 @@ Tensor beside(const Tensor& t, const Tensor& low) {
                  t.scalar_type());
   Tensor first = torch::stable::narrow(both, last, 0, K);
   torch::stable::copy_(first, t);
-  // Made now: where autograd records, as in an exported graph, a view that is older than the first
+  // It is made now: where autograd records, as in an exported graph, a view older than the first
   // copy is a leaf to it, which the second could not write.
   Tensor second = torch::stable::narrow(both, last, K, r);
   torch::stable::copy_(second, low);

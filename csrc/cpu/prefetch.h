@@ -15,7 +15,7 @@ GROUPED_LINEAR_INLINE void prefetch_row(const void* row, int64_t bytes) {
     __builtin_prefetch(static_cast<const char*>(row) + i, write, 4 - level);
 }
 
-// What the next tile will read and write, prefetched while this tile is quantized.
+// Prefetches the next tile's reads and writes while this tile is quantized.
 //
 // Each row of this tile prefetches a few cache lines. A core has only some twenty requests in
 // flight and stalls with more (AMD EPYC 9005, [4096, 2048] in both layouts, one core: 0.27 ns an

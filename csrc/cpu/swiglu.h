@@ -11,7 +11,7 @@ namespace grouped_linear::cpu {
 void swiglu_row(const SwigluForm& form, const char* gate_up, ScalarType dtype, int64_t K,
                 int64_t col, int64_t n, char* h);
 
-// What the backward of an expert layer takes from gate_up: see swiglu_grad in csrc/library.cpp.
+// The results of SwiGLU's backward in an expert layer: see swiglu_grad in csrc/library.cpp.
 struct SwigluGrads {
   Tensor d_gate_up, h, d_weight;
 };

@@ -159,7 +159,7 @@ class SwiGLU(Activation):
 
     @property
     def arguments(self) -> tuple[float, float, float | None, bool, float]:
-        """What ops take: alpha, beta, limit, interleaved, cubic; constants for Dynamo."""
+        """The arguments of ops: alpha, beta, limit, interleaved, cubic; constants for Dynamo."""
         if not torch.compiler.is_compiling():
             return self.alpha, self.beta, self.limit, self.interleaved, self.cubic
         alpha, beta, limit, cubic = (constant(self, n) for n in ("alpha", "beta", "limit", "cubic"))

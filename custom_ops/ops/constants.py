@@ -2,7 +2,7 @@
 """Numbers of options, which stay constants for Dynamo.
 
 With ``dynamic=True``, and where a number has changed, Dynamo makes an input of the graph of each
-float that it reads from an object or a default (torch 2.11 to 2.14). What an op takes cannot be
+float that it reads from an object or a default (torch 2.11 to 2.14). An op's argument cannot be
 one: Dynamo traces a second time without it, and cannot compile two layers of one recipe. A string
 stays a constant, and so do 0 and 1 as integers, which defaults therefore are. torch 2.11 still
 traces twice where a frozen dataclass that the graph reads has other numbers: it reads all fields.

@@ -16,7 +16,7 @@ _MLP = "grouped_mlp"
 _DIFFERENTIABLE = ("grouped_mm", "topk_experts")
 #: Ops that return integers or take nothing else.
 _OF_INTEGERS = ("splits_to_offsets", "sort_by_expert", "quantize_mxfp4", "dequantize_mxfp4")
-#: What is differentiable in place of an op; of ops that are not here, ``_LINEAR``.
+#: The differentiable function in place of an op; of ops that are not here it is ``_LINEAR``.
 _INSTEAD = {
     "grouped_mm_list": "grouped_linear, or grouped_mm of torch.stack(b)",
     "grouped_mm_mxfp4": None,

@@ -41,7 +41,7 @@ def starts(end_D: Tensor) -> Tensor:
 
 def _is(method: Any, function: Any) -> bool:
     """Whether an object's method is this function of a class."""
-    # Not getattr with a default, which Dynamo answers with it, nor vars(object), unguarded (2.13).
+    # Dynamo (2.13) answers getattr with its default, and does not guard vars(object).
     return inspect.ismethod(method) and method.__func__ is function
 
 
@@ -56,7 +56,7 @@ def check_dispatch_options(where: str, capacity_factor: Any, fp8: Any, check_tok
 
 
 class _StaticDispatcher(TokenDispatcher):
-    """What all ways share: shapes follow from the number of tokens."""
+    """The part that all ways share: shapes follow from the number of tokens."""
 
     dropped: Tensor
 

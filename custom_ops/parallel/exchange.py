@@ -108,7 +108,7 @@ def _one_group(rows: Tensor) -> Tensor:
     return torch.full((1,), rows.size(0), dtype=torch.int32, device=rows.device)
 
 
-#: Rows on their way, [S, H] or their bytes in e4m3, and what is beside them, if there is something:
+#: Rows on their way, [S, H] or their bytes in e4m3, and the numbers beside them, if there are any:
 #: [S, n + I] int32, scales in FP8 and then numbers.
 InFlight = tuple[Tensor, Tensor | None]
 
@@ -140,7 +140,7 @@ class Transport(NamedTuple):
     def start_dispatch(self, x_TH: Tensor, numbers_TI: Tensor | None = None) -> InFlight:
         """Send each process the rows of x that it needs, and int32 numbers beside them.
 
-        What is beside goes first: it is small, and says where the rows belong.
+        The numbers go first: they are few, and say where the rows belong.
         """
         exchange, sent, parts = self.exchange, x_TH, []
         if self.fp8:
@@ -155,7 +155,7 @@ class Transport(NamedTuple):
         return exchange.send(sent, self.group), beside
 
     def receive(self, sent: InFlight) -> tuple[Tensor, Any]:
-        """Wait for what is beside the rows."""
+        """Wait for the numbers beside the rows."""
         rows, beside = sent
         return rows, None if beside is None else self.exchange.wait(beside)
 

@@ -93,7 +93,7 @@ class ExpertParallel(ParallelStyle):
         self.dispatch, self.options = dispatch, options
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Called by parallelize_module."""
+        """parallelize_module calls this."""
         if not isinstance(module, GroupedMLP):
             raise ValueError(
                 f"ExpertParallel: spreads a GroupedMLP over processes, got {type(module).__name__}"

@@ -68,7 +68,7 @@ class _Buffers:
         return self.tensors[name][:size].view(count, -1)
 
 
-# Not by the group's name: names repeat after destroy_process_group. Memory of a group that was
+# The key is the group: names repeat after destroy_process_group. Memory of a group that was
 # destroyed is kept, because processes would have to free it together.
 _buffers = cache(_Buffers)
 
@@ -77,7 +77,7 @@ _buffers = cache(_Buffers)
 def all_to_all_v(rows: Tensor, splits: Tensor, max_rows: int, group: str) -> Tensor:
     """Send the first splits[0] rows to process 0, the next splits[1] to process 1, and so on.
 
-    Of rows [N, I], any dtype, and splits [D] int64 on the device, whose sum is at most N. The
+    rows is [N, I] of any dtype, splits [D] int64 on the device, whose sum is at most N. The
     result [max_rows, I] has the rows from process 0, from process 1, ...; then zeros. All processes
     of the group, given by its name, call it with the same sizes.
     """

@@ -57,7 +57,7 @@ class FrozenBytes(nn.Parameter):
     """
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> "FrozenBytes":
-        """As of a parameter; it requires no gradient."""
+        """Make it as a parameter that requires no gradient."""
         return super().__new__(cls, data, requires_grad)
 
     def detach(self) -> "FrozenBytes":  # type: ignore[override]
@@ -109,7 +109,7 @@ class Storage(NamedTuple):
     dequantize: Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 
-#: By the option ``weights`` of layers.
+#: The storage for each frozen ``weights`` of layers.
 STORAGES = {
     "fp8": Storage(E4M3, torch.float32, (BLOCK, BLOCK), 1, _quantize_blocks, dequantize_blocks),
     "mxfp4": Storage(
@@ -126,7 +126,7 @@ STORAGES = {
 def as_bytes(parts: Parts) -> Parts:
     """Numbers and scales as parameters and state dicts have them, in the same memory.
 
-    The last dimension of the scales is the bytes of one. No file of numbers and scales has that
+    The last dimension of scales is the bytes of one scale. No file of numbers and scales has that
     shape, so a program that knows nothing of bytes notices that it mixes the two.
     """
     q, scale = (local_part(part.detach()).contiguous() for part in parts)
@@ -220,7 +220,7 @@ class KeepsFrozen(nn.Module):
         self._guard()
 
     def _guard(self, to: type[nn.Parameter] = FrozenBytes) -> None:
-        """Give plain parameters of frozen weights the class that refuses numbers, or the other."""
+        """Make frozen weights' parameters ones that refuse numbers, or with ``to`` plain ones."""
         for name in self._frozen:
             for p in map(self._parameters.get, (name, name + SCALE)):
                 if type(p) in (nn.Parameter, FrozenBytes):
@@ -231,7 +231,7 @@ class KeepsFrozen(nn.Module):
         self._guard()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KeepsFrozen":
-        """As of any module; what fn makes of frozen bytes is not refused."""
+        """Apply fn as nn.Module does; frozen bytes do not refuse its results."""
         self._guard(nn.Parameter)
         try:
             super()._apply(fn, recurse)
@@ -292,7 +292,7 @@ class KeepsFrozen(nn.Module):
     def squared_error(self, name: str, w: Any) -> Tensor:
         """The squared norms of a frozen weight's error and of ``w`` [E, N, K], which was frozen.
 
-        Of the experts on this process, one after the other: a copy in float32 is of one.
+        It sums over the experts on this process, one at a time: a float32 copy has one expert.
         """
         (values, scale), frozen = self._local_parts(name), self._frozen[name]
         dequantize = frozen.storage.dequantize
@@ -425,7 +425,7 @@ class KeepsFrozen(nn.Module):
 
 def frozen_of(module: Any) -> Mapping[str, Frozen]:
     """How weights of a module are frozen, by the parameter's name; empty of any other module."""
-    # Not by the attribute: others' modules have one, and wrappers answer for the module inside.
+    # The attribute says nothing: others' modules have one, and wrappers return the inner module's.
     return module._frozen if isinstance(module, KeepsFrozen) else {}
 
 

@@ -66,7 +66,7 @@ class GatheredWeight(Tensor):
         return self.recipe.weight.scaling
 
     def quantized_weight(self) -> QuantizedWeight:
-        """What a layer's GEMMs read."""
+        """The numbers that a layer's GEMMs read."""
         return QuantizedWeight(self.q, self.scale, None)
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's operations do to a GroupedTensorWithMaster.
+"""Torch's operations on a GroupedTensorWithMaster.
 
 E experts, K in_features, N out_features.
 """
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 #: :class:`HandledTensor` among its arguments.
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-#: By overload. The three rules, :func:`read_or_write`, are for every other one.
+#: Overloads with a handler of their own. Others follow the three rules of :func:`read_or_write`.
 HANDLERS: dict[Any, Handler] = {}
 
 
@@ -53,8 +53,8 @@ def handles(*overloads: Any) -> Callable[[Handler], Handler]:
 def read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The class's three rules: the operation on high-precision numbers, which are then quantized.
 
-    What it wrote is quantized also where it raises half way. What shares memory with the numbers is
-    a view, whatever the schema says.
+    It quantizes what it wrote even if it raises half way. A result that shares memory with the
+    numbers is a view, whatever the schema says.
     """
     if func._can_decompose():  # inference mode and handlers give operations made of others
         return func.decompose(*args, **kwargs)
@@ -130,7 +130,7 @@ def _check_can_be_seen(func: Any) -> None:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operation on plain tensors. What it writes is written when this returns."""
+    """The operation on plain tensors. Its writes are complete when this returns."""
     if _writes_unsaid(func):
         # NCCL returns a null work for an operation that is not asynchronous, where gloo returns
         # one. A null cannot be waited for, so the operation is always asynchronous here.
@@ -165,7 +165,7 @@ def _writes_unsaid(func: Any) -> bool:
 
 
 def _view_of(t: Any, numbers: Tensor) -> Any:
-    """A view of t's numbers, with the quantized numbers of the experts that it lies in."""
+    """A view of t's numbers, with the quantized numbers of the experts that it touches."""
     if not stores(t.recipe.weight):  # a function's need not have one part for each expert
         return t._of_parts(t.master, t.parts, t.recipe, numbers, t.has_memory)
     master, parts = whole = t.whole or (t.master, t.parts)
@@ -180,7 +180,7 @@ def _view_of(t: Any, numbers: Tensor) -> Any:
 
 
 def _experts_of(master: Tensor, numbers: Tensor) -> Any:
-    """The index of the experts that a view of a weight lies in; ``...`` for all of it."""
+    """The index of the experts that a view of a weight touches; ``...`` for all of it."""
     if master.dim() == 2 or numbers.numel() == 0 or numbers.itemsize != master.itemsize:
         return ...
     E, N, K = master.shape
@@ -205,7 +205,7 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(aten.clone.default)
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy; of what a state dict has, as a plain tensor."""
+    """Copy; a tensor of a state dict becomes a plain one."""
     t = args[0]
     if not t.is_whole or t.has_memory:
         return func(t.numbers, **kwargs)
@@ -233,9 +233,9 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(aten.empty_like.default)
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Plain, for an optimizer's state; of this class where torch makes parameters.
+    """A plain tensor for an optimizer's state; one of this class where torch makes parameters.
 
-    That is in nn.Module.to_empty, and in distribute_tensor, which receives in it.
+    It does so in nn.Module.to_empty, and in distribute_tensor, which receives in it.
     """
     t = args[0]
     if t.is_part and t.numbers.is_contiguous() and kwargs.get("dtype") in (None, t.dtype):
@@ -252,7 +252,7 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @handles(aten.new_zeros.default)
 def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of this class if only E differs: FSDP2 allocates a shard this way."""
+    """A tensor of this class if only E differs: FSDP2 allocates a shard this way."""
     t, size = args[:2]
     zeros = func(t.numbers, size, **kwargs)
     alike = t.is_whole and zeros.dim() == t.dim() == 3 and zeros.shape[1:] == t.shape[1:]
@@ -261,7 +261,7 @@ def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(aten.set_.source_Tensor)
 def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Have another tensor's numbers, as torch.nn.utils.parametrize does when it is removed."""
+    """Take over another tensor's numbers, as torch.nn.utils.parametrize does when it is removed."""
     t, source = args
     if not t.is_whole or (source.shape, source.dtype) != (t.shape, t.dtype):
         raise RuntimeError(
@@ -273,7 +273,7 @@ def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(aten.copy_.default)
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Quantize; but a trace ends by copies of weights into others, part by part."""
+    """Quantize; copies of a weight into another at the end of a trace copy each part."""
     to, source = args[:2]
     if type(getattr(to, "q", None)) in (Tensor, type(None)) or not _alike(to, source):
         return read_or_write(func, args, kwargs)

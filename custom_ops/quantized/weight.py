@@ -30,7 +30,7 @@ KEPT = GroupedTensorWithMaster, GatheredWeight
 
 def is_dtensor(t: Any) -> bool:
     """Whether t is a DTensor, by its type, which Dynamo sees; importing DTensor takes 0.5 s."""
-    if isinstance(t, KEPT):  # Dynamo of torch 2.11 has no class of one that it made
+    if isinstance(t, KEPT):  # Dynamo of torch 2.11 has no class of a tensor it made
         return False
     if type(t) in (Tensor, nn.Parameter):  # by ==: it finds "is" false of what Parameter.to returns
         return False
@@ -43,7 +43,7 @@ def local_part(t: Any) -> Any:
 
 
 def recipe_for(recipe: Recipe | None, weights: Weights) -> Recipe | None:
-    """The recipe of weights that are kept so: Float8BlockScaling if they need one and none is."""
+    """The recipe for ``weights``: Float8BlockScaling if they need one and none is given."""
     return Float8BlockScaling() if recipe is None and weights in ("both", "fp8") else recipe
 
 
@@ -54,7 +54,7 @@ def check_weights_kept(
     cache_weights: bool = False,
     fuse_wgrad_accumulation: bool = False,
 ) -> None:
-    """Raise ValueError for an option ``weights`` that is none, or that others exclude."""
+    """Raise ValueError for an unknown option ``weights``, or one that other options exclude."""
     if weights not in (None, *NEEDS):
         raise ValueError(
             f"{owner}: weights must be None, 'both', 'fp8' or 'mxfp4', got {weights!r}"
@@ -110,7 +110,7 @@ def is_by_experts(w: Any) -> bool:
 
 
 def distributed_like(like: Any, local: Tensor, shape: torch.Size | None = None) -> Any:
-    """Make a DTensor, sharded as `like` is, of a process's part; where `like` is none, the part.
+    """A DTensor of a process's part, sharded as `like`; the part where `like` is no DTensor.
 
     Its shape is that of whole experts, if it is not given.
     """

@@ -18,8 +18,8 @@ class WeightCache(nn.Module):
     The cache is cold at first: it holds no weight. It becomes cold again when the layer loads,
     reinitializes or moves its weight, and copies of it are cold. After any other write to the
     parameter, as by an optimizer, pass ``is_first_microbatch=True`` to the next
-    call. An eager call that would read what was filled from another tensor, or before a write that
-    torch counts, raises. Scales of a cold cache are NaN, so that results computed from it are NaN,
+    call. An eager call raises if the cache was filled from another tensor, or before a write that
+    torch counts. Scales of a cold cache are NaN, so that results computed from it are NaN,
     also in a graph.
 
     The tensors move with the model and are no buffers: ``AveragedModel`` and
@@ -46,7 +46,7 @@ class WeightCache(nn.Module):
         self.reset()
 
     def _keep(self, weight: QuantizedWeight) -> None:
-        """Have buffers, which torch.compile takes to stay in place, of a module in no tree."""
+        """Register buffers, which torch.compile takes to stay in place, outside of the tree."""
         numbers = vars(self)["_numbers"] = nn.Module()
         for name, t in weight._asdict().items():
             numbers.register_buffer(name, t, persistent=False)

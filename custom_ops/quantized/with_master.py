@@ -39,7 +39,7 @@ class GroupedTensorWithMaster(HandledTensor):
     In every operation of torch it behaves as a plain tensor of its high-precision numbers,
     ``master``. It also keeps q, q_t and scale, which are always what quantizing ``master`` gives:
 
-    - A view is a view of ``master`` that knows the experts that it lies in.
+    - A view is a view of ``master`` that records its experts.
     - An operation that writes the tensor, or a view of it, writes ``master``, and quantizes these
       experts in the same call. Call :meth:`refresh_` after a write that torch does not show, as by
       a kernel that takes ``data_ptr()``.
@@ -49,7 +49,7 @@ class GroupedTensorWithMaster(HandledTensor):
 
     A view of whole experts has the master and the FP8 numbers of these. Any other view, as a slice
     of features or a transposed one, has no FP8 numbers: its ``master``, q, q_t and scale are those
-    of all experts that it lies in, which a write to it quantizes.
+    of all experts that it touches, which a write to it quantizes.
 
     Attributes:
         master: [E, N, K] bfloat16, float16 or float32, contiguous; or [N, K] of one expert. Read
@@ -202,7 +202,7 @@ class GroupedTensorWithMaster(HandledTensor):
         return whole
 
     def parts_if_whole(self) -> QuantizedWeight | None:
-        """The same, or None.
+        """The parts of a view of whole experts, else None.
 
         A method, because Dynamo makes constants of the properties of a tensor that is made in a
         graph, as the local part of a DTensor (torch 2.13).
@@ -219,7 +219,7 @@ class GroupedTensorWithMaster(HandledTensor):
 
     @property
     def is_traced_part(self) -> bool:
-        """Whether a trace has this view of another weight, all of which it quantizes."""
+        """Whether this is a view in a trace, which quantizes the whole weight."""
         return self.whole is not None and type(self.q) is not Tensor
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
@@ -332,7 +332,7 @@ class GroupedTensorWithMaster(HandledTensor):
         return make(parts["master"], quantized, recipe, parts.get("numbers"))
 
     def _stable_hash_for_caching(self) -> str:
-        """What a compiled graph depends on, for torch's cache of graphs."""
+        """Everything a compiled graph depends on, for torch's cache of graphs."""
         names, recipe = self.__tensor_flatten__()
         parts = [getattr(self, name) for name in names]
         layouts = [(tuple(part.shape), part.stride(), part.storage_offset()) for part in parts]
@@ -382,7 +382,7 @@ class GroupedTensorWithMaster(HandledTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """What FSDP2 all-gathers of a shard: one byte an element and the scales, never the master.
+        """FSDP2 all-gathers a shard's FP8 numbers and scales, never its master.
 
         They are of the dtype of the mixed precision policy, as a plain weight is quantized after
         FSDP2 has cast and gathered it. In a format of your own FSDP2 gathers those numbers, which
@@ -451,7 +451,7 @@ def _quantized(master: Tensor, recipe: Recipe, columnwise: bool) -> GroupedTenso
 
 
 def _rebuild(state: dict[str, Any]) -> GroupedTensorWithMaster:
-    """A parameter from its pickled state. What a file could plant is refused."""
+    """A parameter from its pickled state. It refuses what a file could plant."""
     master, attributes = state["master"], state["attributes"]
     for name in attributes:
         if name in _OWN_ATTRIBUTES or hasattr(GroupedTensorWithMaster, name):

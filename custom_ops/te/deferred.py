@@ -26,7 +26,7 @@ _layers: WeakSet[Any] = WeakSet()
 
 
 class Deferred(NamedTuple):
-    """A weight gradient that waits; of the parameters, which are the weights before autocast."""
+    """A waiting weight gradient of the parameters, which are the weights before autocast."""
 
     wgrad: Wgrad
     parameters: WeightList
@@ -84,7 +84,7 @@ class DeferredWgrad(torch.autograd.Function):
 
 
 def watch(layer: nn.Module, waiting: deque[Deferred]) -> None:
-    """Called in the forward of a layer whose backward will leave a weight gradient in `waiting`.
+    """Watch a layer, in its forward, whose backward will leave a weight gradient in `waiting`.
 
     Warns where many wait. A step of torch's optimizers raises before it writes a weight that waits.
     """

@@ -24,7 +24,7 @@ void adam_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tens
   const AdamScalars scalars{data<float>(step), data_or_null<float>(lr_tensor),
                             data_or_null<float>(grad_scale), data_or_null<float>(found_inf)};
   const AdamOptions options{lr, beta1, beta2, weight_decay, eps, decoupled_weight_decay, maximize};
-  // What the kernel reads and writes 16 bytes at a time.
+  // The kernel reads and writes these 16 bytes at a time.
   AlignedOutput rowwise(q), columnwise(q_t), w(master), g(grad), m(exp_avg), v(exp_avg_sq);
   AlignedOutput max_v(max_exp_avg_sq);
   const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};

@@ -115,8 +115,8 @@ struct Fragment {
     const Element* next = tile + (row() * kFragmentSize + begin) * stride;
     prefetch_rows<begin, end>(buffer, [&](int) { return advance_row(next, stride); }, rows, cols);
   }
-  // Reads prefetched rows after cp_async_wait(). What another thread of the warp has copied can be
-  // read after __syncwarp(), too.
+  // Reads prefetched rows after cp_async_wait(). Rows that another thread of the warp has
+  // copied can be read after __syncwarp(), too.
   template <int begin = 0, int end = kFragmentSize, typename Buffer>
   __device__ __forceinline__ void load_prefetched(const Buffer& buffer,
                                                   int copied_by = threadIdx.x) {

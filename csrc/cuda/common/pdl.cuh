@@ -3,7 +3,7 @@
 // Its thread blocks take the multiprocessors that this one leaves, and wait for its results.
 //
 // Every kernel of the library calls grid_dependency_wait() before its first access to global memory
-// that another kernel may write or read. What it does before overlaps with the kernel before it. As
+// that another kernel may write or read. Its work before that overlaps with the kernel before. As
 // every kernel waits, everything that was launched earlier is complete, too. Launch::run launches
 // them. Before compute capability 9.0 kernels follow one another, and the wait is nothing.
 #pragma once

@@ -38,7 +38,7 @@ struct AddmmShape {
   bool a_aligned;
 };
 
-// Starts to load a k-block. What is outside of the operands becomes zero.
+// Starts to load a k-block, with zeros outside of the operands.
 template <typename T>
 __device__ __forceinline__ void load_addmm_stage(AddmmStage& stage, const T* a, const T* b,
                                                  const AddmmShape& shape, int64_t row, int col,

@@ -10,11 +10,11 @@
 
 namespace grouped_linear::cuda {
 
-// What the groups divide. M-grouped: the rows of a and of out. K-grouped: the rows of both
-// operands, along K.
+// Groups divide the rows of a and of out (M-grouped), or the rows of both operands along K
+// (K-grouped).
 enum class Grouping { kM, kK };
 
-// What shares a scale in FP8 operands. a: a group, or 1 x 128 along K. b: the same, or 128 x 128.
+// The block with one scale in FP8 operands. a: a group, or 1 x 128 along K. b: or 128 x 128 too.
 enum class Scaling { kNone, kScalePerGroup, kScale1x128, kScale128x128 };
 
 // The dimension in which an operand's elements are neighbours where a kernel reads them.

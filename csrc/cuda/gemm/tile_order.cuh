@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which output tile a number stands for. Not tied to an architecture: a Config gives the tile's
+// Which output tile a number stands for. It is tied to no architecture: a Config gives the tile's
 // shape.
 //
 // Numbers count pairs of neighbouring tiles (one pair a cluster on sm_90). As long as a group has

@@ -124,8 +124,7 @@ struct SwigluRows {
   }
 };
 
-// What becomes of weight * h [T, K] beside SwiGLU's gradient: it is quantized as the Second, or
-// stored.
+// Beside SwiGLU's gradient weight * h [T, K] is quantized as the Second, or stored, or neither.
 enum class WeightedH { kNone, kQuantized, kStored };
 
 // d_gate_up [T, 2 K] from dh [T, K], gate_up [T, 2 K] and weight [T], rounded to Element; and

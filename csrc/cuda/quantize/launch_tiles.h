@@ -58,8 +58,7 @@ void launch_over_tiles(const Launch& launch, unsigned grid, int shared_bytes, in
              std::max(shared_bytes, smem_to_spread(launch, grid, occupancy)), arguments...);
 }
 
-// What is quantized, dense in its last dimension: activations x [T, K] in groups, or a weight [E,
-// N, K].
+// The input, dense in its last dimension: activations x [T, K] in groups, or a weight [E, N, K].
 struct GroupedInput {
   GroupedInput(const Tensor& x, const Tensor& offs_in)
       : values(with_dense_rows(x)),

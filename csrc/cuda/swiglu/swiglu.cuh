@@ -109,7 +109,7 @@ __device__ __forceinline__ void swiglu_row(const Form& form, FragmentRow<Element
   copy_row<Element>(gate, h);
 }
 
-// What a row of the expert layer's backward has besides its elements.
+// The numbers of a row of the expert layer's backward besides its elements.
 struct WeightedRow {
   float weight;    // of the row's output in the sum over a token's experts
   float d_weight;  // the sum of dh * h so far

@@ -27,7 +27,7 @@ constexpr Fp8Math kFp8Math = Fp8Math::kBits;
 template <typename T>
 constexpr bool kIsE5m2 = std::is_same_v<T, __nv_fp8_e5m2>;
 
-// What a product is multiplied with for each operand. The bits of an e4m3 in an fp16's place mean
+// The factor of a product for each operand. The bits of an e4m3 in an fp16's place mean
 // 2^-8 times the number, as fp16's exponent is 8 larger.
 template <typename T>
 constexpr float kFp8Factor = kFp8Math == Fp8Math::kBits && !kIsE5m2<T> ? 256 : 1;

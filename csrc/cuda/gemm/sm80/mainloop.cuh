@@ -17,7 +17,7 @@ __device__ __forceinline__ void clear(Accumulators<Config>& accum) {
       for (int k = 0; k < 4; ++k) accum[i][j][k] = 0;
 }
 
-// What ldmatrix reads for a step, the products of 32 bytes of K: 16 rows of a, or of b, each. Where
+// ldmatrix reads 16 rows of a, or of b, each, for a step: the products of 32 bytes of K. Where
 // FP8 is made fp16 by integer operations there are registers for the first 16 rows of b alone; the
 // others are read one after the other (H100, 2026-11: elsewhere that costs 8 to 13%).
 template <typename Config>
@@ -27,7 +27,7 @@ struct RawFragments {
   uint32_t a[Config::kWarpM / 16][4], b[kOfB][4];
 };
 
-// What the tensor cores summed, in the operands' own unit: see kFp8Factor.
+// The tensor cores' sum in the operands' own unit: see kFp8Factor.
 template <typename Config>
 __device__ __forceinline__ float partial_sum(float accumulated) {
   return accumulated * (kFp8Factor<typename Config::A> * kFp8Factor<typename Config::B>);

@@ -34,7 +34,7 @@ __device__ __forceinline__ void cp_async_float(uint32_t to, const float* from, b
                : "memory");
 }
 
-// Of memory that nobody writes. L2 fetches the whole line, for the stages that follow.
+// For memory that nobody writes. L2 fetches the whole line, for the stages that follow.
 __device__ __forceinline__ uint4 ld_global_16(const uint4* from) {
   uint4 v;
   asm volatile("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -9,7 +9,7 @@
 
 namespace grouped_linear::cuda::sm80 {
 
-// Used by one thread a block, which takes a number whenever it begins a tile.
+// One thread a block uses it, and takes a number whenever it begins a tile.
 class TileCounter {
  public:
   __device__ __forceinline__ TileCounter(const StampedTickets& tickets, int tiles)

@@ -51,7 +51,7 @@ __device__ __forceinline__ void clear_accumulator(float (&accum)[count]) {
   for (int i = 0; i < count; ++i) accum[i] = zero;
 }
 
-// Zero, computed so that ptxas does not know that all lanes agree. What it is added to stays in an
+// Zero, computed so that ptxas does not know that all lanes agree. A sum with it stays in an
 // ordinary register. In a uniform register it would displace others, which are then moved to
 // accumulators' registers (1% of a K-grouped FP8 GEMM, H200, 2026-11).
 __device__ __forceinline__ uint32_t divergent_zero() {
@@ -72,7 +72,7 @@ __device__ __forceinline__ int reread_thread_index() {
 // pairs of registers, an even one and the next. If an accumulator lies in the same half of its
 // pair, the promotion's FFMA reads three operands from one register bank and waits (H200, 2026-11:
 // 6% of an FP8 GEMM where half of them wait). So some accumulators are kept in the other half of
-// their pair. Which ones is ptxas's choice; tests/test_machine_code.py counts the FFMAs that wait.
+// their pair. ptxas chooses which; tests/test_machine_code.py counts the FFMAs that wait.
 template <typename Config>
 __device__ constexpr int accumulator_of(int i) {
   const bool swapped = Config::kScale128x128 || (Config::kScale1x128 && (i < 60 || i / 4 % 2 == 0));

@@ -2,8 +2,8 @@
 // The tile shapes of the sm_90 kernels, and what a kernel is compiled for.
 //
 // The host chooses a kernel by the operands' types and sizes, and the number of groups. No timing
-// and no environment variable decides, so equal calls run equal kernels. What depends on the
-// groups' sizes is decided on the device: an M-grouped GEMM takes narrow tiles where the GPU has
+// and no environment variable decides, so equal calls run equal kernels. The device decides
+// what depends on the groups' sizes: an M-grouped GEMM takes narrow tiles where the GPU has
 // room for all of them at once, or where the output is narrow. The bits of an M-grouped GEMM's
 // result depend on neither.
 //
@@ -64,7 +64,7 @@ constexpr int kMaxSharedBytes = 227 * 1024;  // of a block on sm_90
 // a's row scales are loaded from a multiple of 4 rows on, and a tile may start at any row.
 constexpr int kRowScaleAlignment = kScaleRowMultiple;
 
-// What the store warps do: store the tile, or elementwise arithmetic on it first. Gated: b's
+// Store warps store the tile, or do elementwise arithmetic on it first. Gated: b's
 // columns are gate's, then up's. Half of a tile's are gate's, the others the same ones of up.
 enum class StoreWork { kStore, kElementwise, kGatedElementwise };
 
@@ -76,7 +76,7 @@ struct Required {
   constexpr operator T() const { return value; }
 };
 
-// What a kernel is compiled for. GemmConfig derives everything else from it.
+// The traits that a kernel is compiled for. GemmConfig derives everything else from it.
 struct GemmTraits {
   Required<Grouping> grouping;
   Required<Scaling> scaling;

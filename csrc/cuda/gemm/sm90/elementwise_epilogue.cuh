@@ -74,7 +74,7 @@ class TailZeros {
 template <typename Config>
 using RowBuffers = uint8_t[Config::kTileN / 64][Config::kEpilogueRows * kSwizzleBytes];
 
-// What a store warp is given of a tile: rows in the same buffers that belong to the group.
+// A store warp's part of a tile: rows in the same buffers that belong to the group.
 template <typename Config>
 struct StoredRows {
   const RowBuffers<Config>& buffers;

@@ -90,7 +90,7 @@ __device__ __forceinline__ void GatherProducer::load_b(SharedStorage<Config>& sh
 }
 
 // K-grouped, of a tile that ends outside b: without the boxes there. TMA takes some 8 cycles for
-// each line of zeros (H100, 2026-11). What the stage has there reaches no column that is stored.
+// each line of zeros (H100, 2026-11). That part of the stage reaches no column that is stored.
 template <typename Config>
 __device__ __forceinline__ void GatherProducer::load_end_of_b(SharedStorage<Config>& shared,
                                                               const TensorMaps& maps,

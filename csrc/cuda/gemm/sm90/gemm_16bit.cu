@@ -94,9 +94,9 @@ void launch_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
     launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue);
 }
 
-// What is gathered, or narrow, is a, whose tile has half as many columns as b's: 128. Where that is
-// b, the operands change places, and out is stored transposed. (FP16 keeps its places: no kernel of
-// it stores transposed.)
+// a is the operand that is gathered, or narrow: its tile has half as many columns as b's, 128. If b
+// is, the operands change places, and out is stored transposed. (FP16 keeps its places: no kernel
+// of it stores transposed.)
 template <typename T>
 void run_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
   const auto exchanged = [&] {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // BF16 GEMMs with SwiGLU in the epilogue (fprop of gate and up), or its gradient (dgrad of down).
-// What has no kernel here is computed by a GEMM and a pass of its own: FP16 too, which would double
-// the kernels of this file.
+// A GEMM and a pass of its own compute what has no kernel here: FP16 too, which would double the
+// kernels of this file.
 #include "cuda/gemm/sm90/elementwise_epilogue.cuh"
 #include "cuda/gemm/sm90/operands_16bit.h"
 

@@ -176,7 +176,7 @@ __device__ void run_roles(SharedStorage<Config>& shared, const Params& params) {
   cluster_sync();  // no block leaves while another may still arrive at its mbarriers
 }
 
-// What needs no group sizes, while the kernel before this one runs.
+// The setup that needs no group sizes, while the kernel before this one runs.
 template <typename Config, typename Epilogue>
 __device__ void prologue(Control& control, const TensorMaps& maps) {
   using Producer = ProducerOf<Config>;

@@ -62,7 +62,7 @@ struct Operands {
   Scale128x128View scale_b;
 };
 
-// What becomes of the sums: stored as they are, or SwiGLU of them.
+// The sums are stored as they are, or SwiGLU of them.
 struct Linear {};
 template <typename Form>
 struct Gated {

@@ -51,7 +51,7 @@ constexpr int kRowSlots = 24;  // pieces of a, of a stage each: 16 rows of K = 3
 
 struct SharedStorage {
   GroupTable groups;
-  // As the loader writes it: eight lines of a. In mma's order: of each block 16 bytes a lane.
+  // The loader writes eight lines of a. In mma's order a lane has 16 bytes of each block.
   uint4 rows[kRowSlots][kStageBlocks][32];
   // Piece i of 16 bytes of line j is at i ^ j % 8, so that those of eight lines lie in different
   // banks.
@@ -249,7 +249,7 @@ class WeightLoader {
       const int lane = threadIdx.x % 32, blocks = blocks_ - block_;
       if (lane % 8 < blocks) {
         const uint32_t to = to_codes_ + stage * (kTileCols * line);
-        // Of lines that are four apart, pieces are four apart.
+        // Pieces of lines that are four apart are four apart.
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           copy_codes((i % 2 == 0 ? to : to ^ 64) + 4 * i * line, codes_ + 4 * i * in_.row_stride);
@@ -394,7 +394,7 @@ class Accumulators {
   }
 
  private:
-  // Of eight bytes of a row's codes, a thread takes two.
+  // A thread takes two of eight bytes of a row's codes.
   template <typename Scale>
   __device__ __forceinline__ void multiply_block(uint32_t codes, const uint4* const (&rows)[pieces],
                                                  int block, const Scale& scale) {

@@ -75,7 +75,7 @@ std::optional<Tensor> scheduler_room(const Tensor& like, const GemmShape& shape,
   }
 }
 
-// What a GatherProducer reads: rows of the source, and their scales in FP8.
+// A GatherProducer's input: rows of the source, and their scales in FP8.
 inline GatheredRows gathered_rows(const char* op, const std::optional<Tensor>& rows,
                                   const Tensor& source) {
   const int64_t pieces = map_stride(source, 0, source.size(1)) * item_size(source) / 16;

@@ -5,8 +5,8 @@
 // of a k-block are summed by the tensor cores in a partial accumulator, which is scaled and added
 // to the accumulator in float32.
 //
-// One warpgroup's wgmma runs while the other warpgroup promotes. What the next k-block needs is
-// prepared while wgmma runs: whatever a warpgroup does between two wgmma counts twice.
+// One warpgroup's wgmma runs while the other warpgroup promotes. A warpgroup prepares the next
+// k-block while its wgmma runs: whatever it does between two wgmma counts twice.
 #pragma once
 
 #include "cuda/gemm/sm90/gather_producer.cuh"

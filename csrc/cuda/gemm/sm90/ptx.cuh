@@ -207,7 +207,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t phase)
 }
 
 // --- TMA -----------------------------------------------------------------------------------------
-// Coordinates are in elements, innermost first. What lies outside the tensor is loaded as zero and
+// Coordinates are in elements, innermost first. Elements outside the tensor are loaded as zero and
 // not stored.
 
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {

@@ -42,8 +42,8 @@ class BlockScales {
   float of_first_, of_last_;
 };
 
-// Scale128x128: writes b's scales beside the operands of every k-block. Not by BlockScales: with it
-// ptxas (nvcc 13.0) gives 167 promotions of the main loop registers of one bank.
+// Scale128x128: writes b's scales beside the operands of every k-block, without BlockScales: with
+// it ptxas (nvcc 13.0) gives 167 promotions of the main loop registers of one bank.
 template <typename Config, typename Params>
 __device__ void load_block_scales(SharedStorage<Config>& shared, const Params& params) {
   static_assert(

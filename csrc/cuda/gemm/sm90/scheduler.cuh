@@ -4,8 +4,8 @@
 //
 // A block's tiles lie in a ring, shared.tiles. tile_full[slot] says that a tile is there, and the
 // producer says at tile_empty[slot] that it has begun with it, on which the scheduler publishes the
-// tile that is kTilesAhead further on. Who learns of a tile by the block's other barriers (math
-// warps from full[stage], store warps from epilogue_full) finds it in the ring without a wait. A
+// tile that is kTilesAhead further on. Warps that learn of a tile by other barriers (math warps
+// from full[stage], store warps from epilogue_full) find it in the ring without a wait. A
 // slot is reused kTileSlots tiles later, when all are done with it: see SharedStorage.
 //
 // The scheduler is a thread of the cluster's first block: of warp 1 where that is idle or there is
@@ -56,7 +56,7 @@ constexpr int kFixupUnits = 4;
 constexpr int kMinLeadingUnits = 8;
 constexpr int kMaxSlicesPerTile = 8;  // adding more slices would take longer than computing them
 
-// Whether a kernel may draw tickets. Not measured where b is in MXFP4.
+// Whether a kernel may draw tickets. Kernels with b in MXFP4 were not measured.
 template <typename Config>
 constexpr bool kDrawsTickets = Config::kKGrouped || !Config::kDecodesB;
 // An M-grouped GEMM with a shorter K, or with no more tiles a cluster, has static rounds, because

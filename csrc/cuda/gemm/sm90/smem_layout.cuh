@@ -34,7 +34,7 @@ struct PipelineState {
   }
 };
 
-// What is left for a cluster to compute: whole tiles in turn with the other clusters, then slices
+// The work of a cluster: whole tiles in turn with the other clusters, then slices
 // of tiles that are split along K, or tiles for which it draws tickets. See scheduler.cuh.
 struct Schedule {
   int whole_tiles, next_tile;        // of all clusters; this one's next
