@@ -123,7 +123,7 @@ inline SwigluForm swiglu_form(double alpha, double beta, float limit, bool inter
   form.cubic = rounded(alpha * cubic);
   form.slope_cubic = rounded(3 * alpha * cubic);
   // The slope of a larger gate is computed at slope_limit. From |alpha * cubic * g^3| = 83 on s is
-  // what it is there, so that the slope is s but for 2^-111. Nothing may overflow: an infinity
+  // constant, so that the slope is s but for 2^-111. Nothing may overflow: an infinity
   // times the zero of 1 - s is NaN.
   const double size = std::abs(alpha);
   if (size * cubic > 0)

@@ -36,8 +36,8 @@ constexpr float fp8_max(ScalarType format) {
 // With M bits of mantissa, adding 2^(e + 23 - M) to a magnitude of exponent e (the smallest
 // exponent for subnormals, which are as far apart) rounds it to units of 2^(e - M), nearest even,
 // and leaves their number in the sum's low bits: 0 .. 2^(M + 1). The code is 2^M * (e - smallest
-// exponent) plus that number, for normal and subnormal results alike. So an anchor, which is what
-// is added, has 2^M * e in its low bits too (being even it moves no tie), and the sum's low byte
+// exponent) plus that number, for normal and subnormal results alike. So an anchor, the
+// addend, has 2^M * e in its low bits too (being even it moves no tie), and the sum's low byte
 // less that of the smallest anchor is the code.
 //
 // A factor that is a power of two only shifts exponents: the code of x * factor is the code of x

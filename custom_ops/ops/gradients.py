@@ -54,7 +54,7 @@ def _refusing(name: str, instead: str | None) -> Callable[..., Any]:
     sentence = f"{name}: not differentiable: {'; '.join(ways)}"
 
     def call(*arguments: Any) -> Any:
-        # Inside a layer's gradient, where time counts, neither is so.
+        # A layer's gradient, where time counts, takes this way.
         if not torch.is_grad_enabled() and forward_ad._current_level < 0:
             return op(*arguments)
         _check_no_tangents(name, arguments)
@@ -64,7 +64,7 @@ def _refusing(name: str, instead: str | None) -> Callable[..., Any]:
         needing = [t for t in _tensors(arguments) if t.requires_grad]
         if not of_func and not (needing and torch.is_grad_enabled()):
             return op(*arguments)
-        # A compiled graph has its backward before any is asked for, and so has torch.func. An op
+        # A compiled graph and torch.func have their backward before any is asked for. An op
         # that only writes has no output that could refuse later.
         if is_compiling or not has_outputs or torch._C._are_functorch_transforms_active():
             raise RuntimeError(sentence)

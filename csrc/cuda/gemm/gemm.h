@@ -15,15 +15,14 @@
 
 namespace grouped_linear::cuda {
 
-// SwiGLU of gate_up [T, 2 F], which is what the GEMM computes, M-grouped.
+// SwiGLU of gate_up [T, 2 F], the result of an M-grouped GEMM.
 struct SwigluOutput {
   Tensor h;           // [T, F]
   bool keep_gate_up;  // else the epilogue's out is not written
   SwigluForm form;
 };
 
-// The gradient of SwiGLU, of dh [T, F], which is what the GEMM computes, M-grouped, and does not
-// write.
+// The gradient of SwiGLU, of dh [T, F], the result of an M-grouped GEMM, which does not write it.
 struct SwigluGradOutput {
   Tensor gate_up, weight;         // [T, 2 F]; [T] float32, dense
   Tensor d_gate_up, h, d_weight;  // [T, 2 F], [T, F], [T] float32

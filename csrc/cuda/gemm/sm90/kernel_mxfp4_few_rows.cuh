@@ -19,8 +19,8 @@
 //
 // Floor: the packed bytes at the speed of memory, 12 bytes a cycle of each SM. A warp decodes 256
 // codes with some 30 instructions, a scheduler has 44 cycles for them. Reached: 0.68, 0.65 and 0.71
-// of a copy of as many bytes for 1, 8 and 64 tokens. Instructions are what limits it, of which a
-// scheduler issues 0.6 a cycle (docs/notes/mxfp4.md).
+// of a copy of as many bytes for 1, 8 and 64 tokens. Instructions limit it: a scheduler issues
+// 0.6 a cycle (docs/notes/mxfp4.md).
 //
 // K is summed in one accumulator, 16 numbers at a time, as wgmma does it: a row has the bits that
 // kernel_mxfp4.cuh gives it. Inside of the 16 any order will do, for a tensor core aligns all 16
