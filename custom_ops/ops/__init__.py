@@ -7,10 +7,9 @@
 ``weight``      weights to FP8
 ``mxfp4``       weights to MXFP4 and back, and GEMMs of them
 ``activation``  SwiGLU and its gradient, alone or fused with quantization
-``gemm``        grouped GEMMs for fprop, dgrad and wgrad, quantized or not; the bias gradient
-``swiglu_gemm`` grouped GEMMs fused with SwiGLU or its gradient
-``state``       what a layer keeps between calls: cached weights, scales of delayed scaling
-``optimizer``   a step of Adam over a quantized weight
+``gemm``        grouped GEMMs, quantized or not, fused with SwiGLU or not; the bias gradient
+``state``       what a layer keeps between calls: its quantized weight, also in a step of Adam, and
+                scales of delayed scaling
 ``layer``       a whole forward or backward under block scaling, in one op
 ==============  ====================================================================================
 
@@ -43,10 +42,13 @@ from grouped_linear.ops.activation import (
     swiglu_grad,
 )
 from grouped_linear.ops.gemm import (
+    SwigluGemm,
     addmm,
     grouped_bias_grad,
     grouped_mm,
     grouped_mm_list,
+    grouped_mm_swiglu,
+    grouped_mm_swiglu_grad,
     grouped_mm_wgrad,
     grouped_mm_wgrad_,
     grouped_mm_wgrad_list_,
@@ -62,7 +64,6 @@ from grouped_linear.ops.layer import (
     block_scaled_linear_grad,
 )
 from grouped_linear.ops.mxfp4 import Mxfp4Weight, dequantize_mxfp4, grouped_mm_mxfp4, quantize_mxfp4
-from grouped_linear.ops.optimizer import adam_weight_
 from grouped_linear.ops.quantize import (
     GroupQuantized,
     MxRounded,
@@ -86,13 +87,13 @@ from grouped_linear.ops.routing import (
     topk_experts_grad,
 )
 from grouped_linear.ops.state import (
+    adam_weight_,
     refresh_weight_,
     refresh_weight_current_,
     refresh_weight_delayed_,
     refresh_weight_mx_,
     update_scales_,
 )
-from grouped_linear.ops.swiglu_gemm import SwigluGemm, grouped_mm_swiglu, grouped_mm_swiglu_grad
 from grouped_linear.ops.weight import (
     WeightQuantized,
     quantize_weight,
