@@ -86,7 +86,7 @@ class GroupedLinearFunction(torch.autograd.Function):
 
         ``tensors`` are what is differentiated: x_TK, bias_EN, a_ErK and b_ENr of the adapter, then
         one for each weight, whose gradients are returned, or where these are deferred any tensor
-        that requires grad. What does not apply is None.
+        that requires grad. Any of them may be None.
 
         The caller decides whether one op computes it, because Dynamo may trace the caller and run
         this function in eager mode. Tensors are one parameter, because Dynamo passes no ctx to a

@@ -159,7 +159,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         """Gather rows, send them through both layers, and sum each token's rows with its weights.
 
         ``tensors`` are what is differentiated: x_TH, the weights of the routing, and for each
-        projection weight, bias, a and b of its adapter. What does not apply is None. They are one
+        projection weight, bias, a and b of its adapter. Any of them may be None. They are one
         parameter as in :class:`GroupedLinearFunction`.
         """
         refuse_transforms("grouped_mlp")

@@ -58,7 +58,7 @@ class Projection(NamedTuple):
     """
 
     weights: WeightList
-    """One [E, N, K], or E of [N, K], which have no adapter; copies of parameters under autocast."""
+    """One [E, N, K], or E tensors [N, K] without adapter; copies of parameters under autocast."""
     bias_EN: Tensor | None
     recipe: Recipe
     """Its formats have the state of delayed scaling, and observers."""
@@ -227,7 +227,7 @@ class Projection(NamedTuple):
     def for_backward(self) -> "Projection":
         """The projection without tensors of the forward, which are saved where they are needed.
 
-        Of temporary weights it keeps the metadata. A parameter lives anyway; what was computed
+        It keeps the metadata of temporary weights. A parameter lives anyway; a computed tensor
         would live as long as the graph.
         """
         weights, bias_EN, recipe, stored, main_grad, adapter, _ = self

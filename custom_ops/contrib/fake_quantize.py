@@ -103,7 +103,7 @@ class Rounded:
         object.__setattr__(self, "of_both", replace(self.rounds_to, wgrad_dtype=None))
 
     def __call__(self, t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Operands | Tensor:
-        """Called by the layers, as ``Format(quantize=)`` describes."""
+        """Layers call this, as ``Format(quantize=)`` describes."""
         made: Operands | Tensor = self._rounded(t, offs_E, layouts)
         if not self.except_experts:
             return made

@@ -32,7 +32,7 @@ from grouped_linear.quantized.weight import is_dtensor, local_part
 from grouped_linear.recipes import DelayedScalingState
 from grouped_linear.recipes.recipe import ROLES
 
-#: Of each expert's weight at most so many rows, and columns, are compared with the reading before.
+#: The most rows, and columns, of each expert's weight that are compared with the reading before.
 MOVED_ROWS, MOVED_COLUMNS = 8, 256
 
 #: A layer counts for one of these: another would reset its numbers and its flag.

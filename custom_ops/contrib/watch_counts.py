@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `watch` counts of a layer: the observer of an operand, and the numbers that it adds to.
+"""The counts of `watch` for a layer: the observer of an operand, and the numbers that it adds to.
 
 T rows, E groups (experts), K features, R rows that are read, B = 128.
 """
@@ -93,7 +93,7 @@ class Observer:
     def _spaced(
         self, first_E: Tensor, size_E: Tensor, most: int | None, total: int
     ) -> tuple[Tensor, Tensor]:
-        """Of each group one of each of `most` equal spaces, as the turn says: [E, most].
+        """[E, most]: of each group one row in each of `most` equal spaces, as the turn says.
 
         Returned are their numbers among all, and whether there are so many. For None these are
         [1, total], and [E, total], whether each is of the group.
@@ -112,7 +112,7 @@ class Observer:
     def _of_rows(
         self, source: Any, made: Operands, offs_E: Tensor, first_E: Tensor, size_E: Tensor
     ) -> dict[str, Tensor]:
-        """What quantization does to some rows of each group."""
+        """Count what quantization does to some rows of each group."""
         now = {"calls": torch.ones_like(size_E), "rows": size_E}
         total = _number_of_rows(source)
         if total == 0:
@@ -298,7 +298,7 @@ class WatchedLayer(nn.Module):
 
     The forward and the backward have a tensor each, [2 * weights, E, columns]: AOTAutograd takes
     none that both write. The first has each weight's input and the weight, the second its
-    columnwise input and the gradient of its output. Of each group a call reads ``rows``; None for
+    columnwise input and the gradient of its output. A call reads ``rows`` of each group; None for
     all. ``recipes`` are those of the layer's calls, which a compiled call then finds.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapters of other libraries' experts share: the request, converted classes, weights.
+"""The adapters of other libraries' experts share this: the request, converted classes, weights.
 
 The plan of an adapter checks a module, raises, and returns the function that writes. ``convert``
 collects all plans and then runs them, so a model is converted as a whole or not at all, unless
@@ -181,10 +181,10 @@ def check_registration() -> None:
 
 @dataclass(frozen=True)
 class Changes:
-    """What a conversion has done to parameters."""
+    """The changes that a conversion made to parameters."""
 
     replaced: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
-    """Those that learn and were replaced by others. Whoever holds one still, holds the old one."""
+    """Learning parameters that new ones replaced. Whoever still holds one holds the old one."""
     squares: dict[nn.Module, Tensor] = field(default_factory=dict)
     """Of weights that were quantized: see :meth:`KeepsFrozen.squared_error`."""
 
@@ -227,7 +227,7 @@ def keep_both(changes: Changes, module: nn.Module, name: str, recipe: Recipe | N
 def freeze(
     changes: Changes, module: Any, name: str, weight: Any, request: Request, dtype: torch.dtype
 ) -> None:
-    """Freeze a parameter, as ``KeepsFrozen.freeze`` does. What others have set on it stays."""
+    """Freeze a parameter, as ``KeepsFrozen.freeze`` does. It keeps attributes that others set."""
     old: nn.Parameter = module.get_parameter(name)
     attributes = _set_by_others(old)
     module.freeze(name, weight, request.recipe, dtype, weights=request.weights)

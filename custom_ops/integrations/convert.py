@@ -103,7 +103,7 @@ def convert(
 ) -> Conversion:
     """Have all of a model's experts computed by this package, in place.
 
-    Recognised are:
+    It recognises:
 
     - **Hugging Face models**: experts that go through transformers' experts interface. The model
       keeps its modules, parameters and configuration. The experts get a configuration of their own,
@@ -133,7 +133,7 @@ def convert(
             as bytes in plain parameters. ``"mxfp4"``: frozen in 4.25 bits an element, with an error
             that the report says. Experts of a checkpoint in FP8 or MXFP4 are read as they are, or
             become such bytes in the same memory by the option of their format; the others are
-            refused. Refused are also: w13 with any of the three; biases and weights stored as
+            refused. It also refuses w13 with any of the three; biases and weights stored as
             [E, in_features, out_features] with ``"fp8"``; in_features that are no multiple of 32
             with ``"mxfp4"``.
         recipes: other recipes for some of the experts, by patterns of their names in
@@ -262,7 +262,7 @@ def _plans_of_model(model: nn.Module, found: Mapping[str, Experts]) -> list[Writ
 
 
 def _described(name: str, experts: Experts, changes: Changes) -> ConvertedExperts:
-    """What the report says of converted experts."""
+    """The report's entry of converted experts."""
     module, error, numbers, nbytes = experts.module, None, 0, 0
     if module in changes.squares:
         off, whole = changes.squares[module].tolist()

@@ -32,7 +32,7 @@ def experts_of(module: nn.Module) -> Experts | None:
 def goes_through_interface(module: nn.Module) -> bool:
     """Whether a module is experts of transformers' interface, which adds the attribute.
 
-    A wrapper that answers for the module inside of it, as PEFT's ModulesToSaveWrapper, is none.
+    A wrapper that answers for the module inside it, as PEFT's ModulesToSaveWrapper, does not count.
     """
     return {"is_concatenated", "config"} <= vars(module).keys()
 

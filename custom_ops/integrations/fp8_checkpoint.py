@@ -65,7 +65,7 @@ def save_frozen_experts(module: nn.Module) -> None:
 
 
 def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    """``save_pretrained`` of a model with frozen experts, around that which it had."""
+    """``save_pretrained`` of a model with frozen experts, around the one that it had."""
     experts = {name: m for name, m in _experts_of(model).items() if frozen_of(m)}
     save = partial(saves, *args, **kwargs)
     if not experts or getattr(model, "_hf_peft_config_loaded", False):  # adapters alone are saved
@@ -253,7 +253,7 @@ def _obstacle_of(name: str, experts: Any) -> str | None:
     options = {"has_gate": experts.has_gate, "expert_dtype": "fp4" if in_mxfp4 else "fp8"}
     try:
         with torch.device("meta"):
-            config = getattr(experts, "config_of_model", experts.config)  # that which is saved
+            config = getattr(experts, "config_of_model", experts.config)  # the saved one
             theirs: Any = FP8Experts(config, (BLOCK, BLOCK), **options)
     except AttributeError as error:
         return f"transformers' FP8 experts do not know the configuration of {name} ({error})"
@@ -313,7 +313,7 @@ def _as_saved(model: Any, conversions: list[Any], state: dict[str, Tensor]) -> d
 def fp8_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """A model's weights by their names in a checkpoint, the experts' as they are multiplied.
 
-    What vLLM and SGLang take to update a sampler: pairs of name and tensor, as of a checkpoint in
+    vLLM and SGLang update a sampler with these pairs of name and tensor, as of a checkpoint in
     FP8 blocks (DeepSeek-V3's, ``FineGrainedFP8Config``). Each weight of an expert is its e4m3
     numbers ``...weight`` and its float32 scales ``...weight_scale_inv``, one for each 128 x 128
     block, which multiply to dequantize. They are the bits of the training's GEMMs: nothing is
@@ -364,7 +364,7 @@ def fp8_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def fp8_quantization_config(model: Any) -> dict[str, Any]:
-    """What ``config.json`` says of a checkpoint that has :func:`fp8_tensors`.
+    """The entry in ``config.json`` for a checkpoint that has :func:`fp8_tensors`.
 
     With these two a sampler starts on a model that trains with ``weights="both"``, whose own
     ``save_pretrained`` writes high precision.

@@ -50,7 +50,7 @@ GPT_OSS_ALPHA = 1.702  # torchtitan has the number in its code, and swiglu_limit
 
 # torchtitan's type checking of distributed programs (debug.spmd_typechecking) has to be told what
 # an autograd Function does. The layers' Functions are local: a result differs between processes
-# where an input does. Those of grouped_linear.parallel communicate, and are left out.
+# where an input does. Functions of grouped_linear.parallel communicate, and are left out.
 LOCAL_FUNCTIONS = (
     GroupedLinearFunction,
     GroupedMLPFunction,

@@ -380,8 +380,8 @@ def experts_forward(
     """The function that transformers calls in place of an experts module's forward.
 
     The module has gate_up_proj [E, G, H], or up_proj without a gate, and down_proj [E, H, F]; they
-    are transposed if ``is_transposed`` and have biases if ``has_bias``. Of tokens [T, H] and their
-    choices [T, C] the number E means an expert of another process and adds nothing. ``lora`` is by
+    are transposed if ``is_transposed`` and have biases if ``has_bias``. In the
+    choices [T, C] of tokens [T, H] E is another process's expert and adds nothing. ``lora`` is by
     a weight's name, as of [E, N, K].
     """
     lora = lora or {}

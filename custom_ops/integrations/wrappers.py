@@ -52,7 +52,7 @@ def adapted(model: nn.Module) -> set[nn.Module]:
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module that computes: that inside of all wrappers, or the module itself.
 
-    Of the copies that PEFT's ``modules_to_save`` makes, it is the one that is active now.
+    It is the active one of the copies that PEFT's ``modules_to_save`` makes.
     """
     while (inside := _wrapped(module)) is not None:
         module = inside

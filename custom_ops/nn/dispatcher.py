@@ -24,7 +24,7 @@ class Dispatched(NamedTuple):
     max_rows: int | None = None
     """How many choices memory is allocated for; see :func:`grouped_linear.grouped_mlp`."""
     handle: Any = None
-    """What :meth:`TokenDispatcher.combine` needs to know."""
+    """The facts that :meth:`TokenDispatcher.combine` needs."""
 
 
 #: Tokens that are on their way; the choices of all that this process will receive, [S, C], and how

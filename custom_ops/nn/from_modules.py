@@ -73,7 +73,7 @@ def stack_experts(op: str, modules: Iterable[nn.Module]) -> Parameters:
 def fill(layer: nn.Module, parameters: Parameters) -> None:
     """Give a layer on the meta device these parameters, to be kept as the layer keeps its weights.
 
-    Those that are frozen stay so.
+    Frozen ones stay frozen.
     """
     for name, p in parameters.items():
         if not p.requires_grad:

@@ -96,7 +96,7 @@ def grouped_mlp(
         save_gate_up_in_fp8: keep the activation's input for the backward in e4m3, with a scale for
             each 128 features of a row, which halves what an expert layer keeps and takes two
             passes. Outputs are the same; gradients of what is before the activation, and
-            down_proj's, have an error of FP8's size. What a SwiGLU's limit clamps is decided before
+            down_proj's, have an error of FP8's size. A SwiGLU's limit decides before
             rounding.
         recompute_gate_up: keep no input of the activation, whatever the number of rows: the
             backward computes the first GEMM again. Outputs and gradients have the same bits. It

@@ -45,7 +45,7 @@ class GroupedLinear(GroupedLayer):
         recipe: how GEMMs are computed, for example ``Float8BlockScaling()``; None computes in the
             activations' dtype. docs/recipes.md says which to take.
         cache_weights: keep memory for the quantized weight, so that ``is_first_microbatch`` can
-            reuse it from one micro-batch to the next. It is none of the layer's buffers. Without a
+            reuse it from one micro-batch to the next. It is no buffer of the layer. Without a
             recipe there is nothing to cache.
         fuse_wgrad_accumulation: add weight gradients to ``main_grad``, an attribute of the weight
             (float32 or bfloat16, of its shape), in the GEMM itself, and leave ``grad`` alone.
@@ -138,7 +138,7 @@ class GroupedLinear(GroupedLayer):
     ) -> Self:
         """Make the layer of a list of torch.nn.Linear, with their parameters, dtype and device.
 
-        What is frozen stays so. Make the optimizer afterwards.
+        Frozen parameters stay frozen. Make the optimizer afterwards.
 
         Args:
             linears: such as a ModuleList, one an expert. They may be on the meta device.

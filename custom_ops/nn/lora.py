@@ -99,7 +99,7 @@ class Lora:
 
     @property
     def scaling(self) -> float:
-        """What the adapter's product is multiplied by."""
+        """The factor of the adapter's product."""
         alpha = self.rank if self.alpha is None else self.alpha
         return alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 

@@ -164,7 +164,7 @@ class GroupedMLP(GroupedLayer):
         Each expert computes ``w2(silu(w1(x)) * w3(x))`` without biases, or has the names gate_proj,
         up_proj and down_proj. Names do not show what an expert computes, so each runs on random
         rows, in training mode, and must give SwiGLU's result up to three times the error that
-        rounding explains. What is frozen stays so. Make the optimizer afterwards.
+        rounding explains. Frozen parameters stay so. Make the optimizer afterwards.
 
         Args:
             experts: such as a ModuleList. They may be on the meta device.

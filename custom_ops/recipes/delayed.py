@@ -186,7 +186,7 @@ class DelayedScalingState(nn.Module):
 
     @property
     def recipes(self) -> tuple[Recipe, Recipe, Recipe]:
-        """What :meth:`of_call` returns one of."""
+        """The three recipes that :meth:`of_call` chooses from."""
         return self._recording, self._filling, self._reading
 
     def reset(self) -> None:

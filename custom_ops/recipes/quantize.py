@@ -39,7 +39,7 @@ FEW_ROWS = 16
 GATHERING_FP8 = 1024
 #: The same beside a columnwise pass over the rows, which quantizes them rowwise as well.
 GATHERING_FP8_BESIDE_COLUMNWISE = 512
-#: wgrad in 16 bits, of rows that dgrad reads as well, beside a copy of the rows and GEMMs of them.
+#: Most columns for which wgrad in 16 bits gathers rows that dgrad reads too, beside a copy of them.
 GATHERING_WGRAD = 256
 #: The same of rows that nothing else reads. H100, 2026-11, beside a copy and a GEMM of it: 256
 #: columns take 0.60 of the time, 512 0.82 (the whole layer 0.98), 768 0.96, 1024 0.90 to 1.03 (the

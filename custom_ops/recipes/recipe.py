@@ -19,7 +19,7 @@ ROLES = ("input", "weight", "grad_output")
 
 
 def check_is_recipe(owner: str, recipe: Any, wanted: str = "a grouped_linear.Recipe") -> None:
-    """Raise ValueError for what is no instance of Recipe, as a class of recipes is none."""
+    """Raise ValueError for anything but an instance of Recipe, also for a class of recipes."""
     if isinstance(recipe, Recipe):
         return
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
@@ -101,7 +101,7 @@ class Recipe:
             in_16_bits = {dtype: self._with_wgrad_in(dtype) for dtype in SIXTEEN_BITS}
             set_attribute(self, "with_wgrad_in", in_16_bits)
 
-    # What follows from the formats, which an observed layer copies into another recipe.
+    # Facts that follow from the formats; an observed layer copies them into another recipe.
     checks_operands = False  # whether a call alone shows if operands agree, as a function's
     has_linear_op = False  # whether an eager layer's forward can be one op
     has_linear_grad_op = False  # whether its backward can, too
