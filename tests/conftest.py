@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.guards
 
 pytest.register_assert_rewrite("support")  # a failed comparison there shows its values, too
-pytest_plugins = ["support.processes"]  # the fixture `passes`
+pytest_plugins = ["support.devices", "support.processes"]  # the fixtures `device` and `passes`
 
 # glibc then fills new memory with 0x7f, huge numbers or NaN: what an op leaves out is not taken for
 # zeros.
@@ -20,6 +20,9 @@ M_PERTURB = -6  # malloc.h
 if hasattr(ctypes.CDLL(None), "mallopt"):
     ctypes.CDLL(None).mallopt(M_PERTURB, 0x80)
 
+# Collections of garbage take two of ten seconds of pytest's collection, and a twentieth of a
+# compile's time.
+gc.set_threshold(10_000, 50, 20)
 # A collection after each compile, and a flush of the CPU's cache to time its guards, take 50 ms.
 torch._dynamo.config.run_gc_after_compile = False
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
@@ -39,57 +42,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="also the tests that take long")
 
 
-# How many cases are not generated, by the reason.
-LEFT_OUT = pytest.StashKey[dict[str, int]]()
-
-
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpus(count): needs so many GPUs and kernels for them")
     config.addinivalue_line("markers", "nightly: takes long")
-    config.stash[LEFT_OUT] = {}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases that need more GPUs than this machine has, and those that take long."""
+    """Leave out the tests that need more GPUs than this machine has, and those that take long."""
     from support.devices import GPUS  # not before its assertions are rewritten
 
-    of_gpus = [i for i in items if any(m.args[0] > GPUS for m in i.iter_markers("gpus"))]
-    long = (
-        [] if config.getoption("nightly") else [i for i in items if i.get_closest_marker("nightly")]
-    )
-    left_out = config.stash[LEFT_OUT]
-    left_out["need GPUs that are not here"] = len(of_gpus)
-    left_out["take long: --nightly has them"] = len(long)
-    dropped = {*of_gpus, *long}
-    items[:] = [item for item in items if item not in dropped]
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):  # of pytest-xdist
-        session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
+    names = () if config.getoption("nightly") else ("nightly",)
+    items[:] = [
+        item
+        for item in items
+        if all(mark.args[0] <= GPUS for mark in item.iter_markers("gpus"))
+        and not any(map(item.get_closest_marker, names))
+    ]
+    gc.freeze()  # or each collection, those at the end too, goes through all of pytest's items
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    for reason, count in config.stash[LEFT_OUT].items():
-        if count:
-            terminalreporter.write_line(f"not generated: {count} cases that {reason}")
+    from support.devices import GPUS
+
+    long = "" if config.getoption("nightly") else ", nor those that take long: --nightly has them"
+    terminalreporter.write_line(f"not run: tests that need more than {GPUS} GPUs{long}")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap() -> None:
     """Hide from the collector what earlier modules have left, which lives as long as the process.
 
-    A collection takes half a second else, and convert's look at all objects a tenth. Collections
-    are rarer than by default, which took a twentieth of a compile's time.
+    A collection takes half a second else, and convert's look at all objects a tenth.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 50, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.ops.activation import GELU_TANH
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import DEVICES, needs_gpu
+from support.devices import needs_gpu
 from support.errors import said
 from support.graphs import STRICT_GRAPHS
 from support.mlp import E, F, H, assert_one_graph, biases_of, exact, near, run, states_of, truth
@@ -119,7 +119,6 @@ def test_gradient_of_an_activation_alone(kind: str) -> None:
     assert not activation.forward(torch.zeros(1, 2 * F)).any()  # as rows of no expert need
 
 
-@DEVICES
 @EVERY_OTHER
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(FP32, 1e-5), (FP16, 2.0**-9), (BF16, 2.0**-6)])
@@ -130,7 +129,6 @@ def test_numbers(kind: str, dtype: torch.dtype, tolerance: float, bias: bool, de
     near(actual, run(truth(chosen_experts("cpu"), KINDS[kind][1]), exact(leaves)), tolerance)
 
 
-@DEVICES
 @EVERY_KIND
 @RECIPES
 def test_recipes_are_near_float64(kind: str, recipe: Recipe | None, device: str) -> None:
@@ -140,7 +138,6 @@ def test_recipes_are_near_float64(kind: str, recipe: Recipe | None, device: str)
     near(actual, run(truth(chosen_experts("cpu"), KINDS[kind][1]), exact(leaves)), 0.2)
 
 
-@DEVICES
 @EVERY_OTHER
 @pytest.mark.parametrize("saved", [False, True], ids=["as_it_is", "in_fp8"])
 def test_only_the_gradients_asked_for(kind: str, saved: bool, device: str) -> None:
@@ -162,7 +159,6 @@ def test_only_the_gradients_asked_for(kind: str, saved: bool, device: str) -> No
                 assert leaf.grad is None
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("kind", "how"),
     in_turn(
@@ -177,7 +173,6 @@ def test_compiled_in_one_graph(kind: str, how: tuple[Recipe | None, bool], devic
     assert_one_graph(mlp, device, seeds=2)
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("recipe", "in_order"), in_turn(EVERY_RECIPE, {"tokens": False, "sorted-in_fp8": True})
 )
@@ -239,7 +234,6 @@ def test_in_a_cuda_graph(kind: str) -> None:
 # --- gate_up saved in FP8 ------------------------------------------------------------------------
 
 
-@DEVICES
 @EVERY_KIND
 @RECIPES
 def test_saved_in_fp8(kind: str, recipe: Recipe | None, device: str) -> None:
@@ -254,7 +248,6 @@ def test_saved_in_fp8(kind: str, recipe: Recipe | None, device: str) -> None:
         assert_same_bits(of_saved[5], gradients[5])  # down's bias needs no gate_up
 
 
-@DEVICES
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("limit", [7.0, 7.03, 1.8125, 0.9])
@@ -288,7 +281,6 @@ def test_a_limit_is_decided_before_rounding(
     assert off[inside].max() <= 2.0**-3
 
 
-@DEVICES
 def test_its_gradients_are_those_of_rounded_gate_up(device: str) -> None:
     """To the bit: the gradients of an expert whose first layer gave what FP8 holds of gate_up."""
     leaves = leaves_of("swiglu", device, FP32)
@@ -312,7 +304,6 @@ def test_its_gradients_are_those_of_rounded_gate_up(device: str) -> None:
     torch.testing.assert_close(d_weights, expected, rtol=1e-4, atol=1e-4)
 
 
-@DEVICES
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
 def test_infinities_stay_in_their_rows(recipe: Recipe | None, device: str) -> None:
     leaves = leaves_of("gelu", device, BF16)

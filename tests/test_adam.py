@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from grouped_linear import ops
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import devices, needs_gpu
+from support.devices import needs_gpu
 from support.groups import GROUPS
 from support.samples import make
 from support.tensors import BF16, FP16, FP32
 
 E, N, K = 3, 272, 400
-DEVICES = pytest.mark.parametrize("device", devices("adam_weight_"))
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -53,7 +52,6 @@ def test_one_pass_has_the_bits_of_torch(
     assert len(op_calls) == (0 if name == "Adam" else 6)  # that torch decays the gradient
 
 
-@DEVICES
 def test_unaligned_gradient_and_moments(device: str) -> None:
     """Views that begin anywhere in a larger buffer, as those of gradients in buckets."""
     sample = make("adam_weight_", GROUPS["unaligned"], BF16, amsgrad=True, grad_scale=2.0)

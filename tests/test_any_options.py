@@ -34,7 +34,6 @@ from grouped_linear import (
     SwiGLU,
 )
 from support.compare import assert_same_bits
-from support.devices import DEVICES
 from support.layers import linear_of
 from support.recipes import RECIPES
 from support.tensors import DTYPES
@@ -101,7 +100,6 @@ def assert_accumulated(main_grad: Tensor, grad: Tensor | None) -> None:
 
 @few
 @hypothesis.given(data=strategies.data())
-@DEVICES
 @EVERY_WAY
 def test_layer(way: str, device: str, data: strategies.DataObject) -> None:
     draw = data.draw
@@ -174,7 +172,6 @@ def test_layer(way: str, device: str, data: strategies.DataObject) -> None:
 
 @few
 @hypothesis.given(data=strategies.data())
-@DEVICES
 @EVERY_WAY
 def test_mlp(way: str, device: str, data: strategies.DataObject) -> None:
     draw = data.draw

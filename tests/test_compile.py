@@ -39,7 +39,6 @@ from grouped_linear import (
 )
 from grouped_linear.nn.lora import LoraWeights
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import DEVICES
 from support.layers import linear_of
 from support.pairs import in_turn
 from support.recipes import RECIPES as EVERY_RECIPE
@@ -75,7 +74,6 @@ def inputs(device: str) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-@DEVICES
 @pytest.mark.parametrize(("recipe", "experts"), in_turn(EVERY_RECIPE, {"1": 1, "2": 2, "3": 3}))
 def test_frozen(recipe: Recipe | None, device: str, experts: int) -> None:
     """Nothing needs a gradient, and nobody said no_grad: of a parameter an expert, too."""
@@ -122,7 +120,6 @@ def compiles(module: Callable[..., Any], **options: Any) -> tuple[Any, CompileCo
 # --- compiled equals eager -----------------------------------------------------------------------
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("recipe", "backend"),
     in_turn(EVERY_RECIPE, {"inductor": "inductor", "aot_eager": "aot_eager"}),
@@ -136,7 +133,6 @@ def test_training_equals_eager(backend: str, recipe: Recipe | None, device: str)
     assert counter.frame_count == 1
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("recipe", "mode"),
     in_turn(EVERY_RECIPE, {mode.__name__: mode for mode in (torch.no_grad, torch.inference_mode)}),
@@ -150,7 +146,6 @@ def test_inference_equals_eager(mode: Any, recipe: Recipe | None, device: str) -
     assert counter.frame_count == 1
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("recipe", "autocast"), in_turn(EVERY_RECIPE, {"autocast": True, "float32": False})
 )
@@ -166,7 +161,6 @@ def test_lists_autocast_and_leading_dimensions(
         assert_same_bits(y, layer(x, [10, 5, 20]))
 
 
-@DEVICES
 def test_lists_of_splits_compile_twice(device: str) -> None:
     """And once more for every entry that changes later than others; a tensor compiles once."""
     layer = GroupedLinear(E, K, N, device=device)
@@ -178,7 +172,6 @@ def test_lists_of_splits_compile_twice(device: str) -> None:
     assert counter.frame_count == 2
 
 
-@DEVICES
 def test_splits_of_a_number_that_is_not_known(device: str) -> None:
     """As bincount's under fullgraph: it is held to be the number of groups."""
     layer = GroupedLinear(E, K, N, device=device)
@@ -192,7 +185,6 @@ def test_splits_of_a_number_that_is_not_known(device: str) -> None:
         assert_same_bits(compiles(call)[0](x, expert), call(x, expert))
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("recipe", "compiled"), in_turn(EVERY_RECIPE, {"eager": False, "compiled": True})
 )
@@ -353,7 +345,6 @@ def test_an_activation_that_is_made_in_the_graph() -> None:
     assert_same_bits(compiled(x), call(x))
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("name", "marked"), [("none", True), ("block", True), ("block", False), ("delayed", True)]
 )
@@ -437,7 +428,6 @@ return (grouped_scaled_mm_wgrad, getitem_12, grouped_scaled_mm_1, None)""",
     )
 
 
-@DEVICES
 def test_inductor_accumulates_in_place(device: str) -> None:
     """An in-place wgrad writes the caller's tensor: no clone before, no copy after."""
     x, dy = torch.randn(T, K, device=device), torch.randn(T, N, device=device)

@@ -23,7 +23,6 @@ from grouped_linear import (
 from support import reference
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import DEVICES
 from support.layers import call_of
 from support.tensors import BF16, FP32
 
@@ -47,7 +46,6 @@ def buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: b.clone() for name, b in module.named_buffers()}
 
 
-@DEVICES
 @COMPILED
 def test_amax_is_of_each_operand_and_group(compiled: bool, device: str) -> None:
     layer = make_layer(device)
@@ -74,7 +72,6 @@ def test_amax_is_of_each_operand_and_group(compiled: bool, device: str) -> None:
         assert_same_bits(slot.amax_history.cpu(), expected.amax_history)
 
 
-@DEVICES
 @COMPILED
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_nothing_is_learnt_without_gradients(mode: Any, compiled: bool, device: str) -> None:
@@ -88,7 +85,6 @@ def test_nothing_is_learnt_without_gradients(mode: Any, compiled: bool, device: 
         assert_same_bits(b, before[name])
 
 
-@DEVICES
 @COMPILED
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputing_records_the_same(reentrant: bool, compiled: bool, device: str) -> None:
@@ -106,7 +102,6 @@ def test_recomputing_records_the_same(reentrant: bool, compiled: bool, device: s
     assert_same_bits(layer.weight.grad, other.weight.grad)
 
 
-@DEVICES
 @COMPILED
 def test_two_forwards_before_their_backwards(compiled: bool, device: str) -> None:
     one_by_one, interleaved = make_layer(device), make_layer(device)
@@ -192,7 +187,6 @@ def a_step(layer: Any, function: Any, x: Tensor, m_splits: Tensor, size: float) 
     return [t.double().cpu() for t in (y, dx, dw)]
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("size", "compiled"), [(1e4, False), (1e-4, False), (1e-12, False), (1e-4, True)]
 )
@@ -212,7 +206,6 @@ def test_the_first_step_is_right_without_scales(size: float, compiled: bool, dev
     assert (y - expected[0]).norm() < 0.1 * expected[0].norm()
 
 
-@DEVICES
 @COMPILED
 def test_a_group_takes_its_own_scale_until_it_has_had_rows(compiled: bool, device: str) -> None:
     layer = make_layer(device, bias=False)
@@ -233,7 +226,6 @@ def test_a_group_takes_its_own_scale_until_it_has_had_rows(compiled: bool, devic
         assert (y[group] - expected[group]).norm() < 0.1 * expected[group].norm()
 
 
-@DEVICES
 def test_inductor_records_in_place(device: str) -> None:
     """The op writes the layer's own amax: no clone before, no copy after."""
     layer = make_layer(device)
@@ -252,7 +244,6 @@ def test_inductor_records_in_place(device: str) -> None:
     assert ".copy_(" not in code
 
 
-@DEVICES
 @pytest.mark.parametrize("layer", [GroupedLinear, GroupedMLP])
 def test_weights_that_fill_caches_are_recorded(layer: Any, device: str) -> None:
     """Each in its own state, and nothing else: calls with gradients read the cache."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from benchmarks import demo
 from benchmarks.moe_model import ModelSize
 from grouped_linear import GroupedLinear
-from support.devices import DEVICES
 from support.programs import write_programs
 from support.tensors import BF16, FP32
 
@@ -36,7 +35,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> demo.Text:
     return demo.Text(write_programs(tmp_path_factory.mktemp("text")), TINY.text_bytes)
 
 
-@DEVICES
 @pytest.mark.parametrize("kind", [None, *(k for k in demo.RECIPES if k != demo.GATE_UP_IN_FP8)])
 def test_micro_batches(
     kind: str | None, device: str, text: demo.Text, monkeypatch: pytest.MonkeyPatch

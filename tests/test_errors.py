@@ -6,7 +6,7 @@ import torch
 
 from grouped_linear import ops
 from support.changes import changes
-from support.devices import devices
+from support.devices import HERE
 from support.errors import GROUPS_3, assert_alike
 from support.ops import OPS, PAGES
 from support.samples import of_every_kind
@@ -57,7 +57,7 @@ def test_lists_without_a_tensor() -> None:
         ops.update_scales_([], [], [], [])
 
 
-@pytest.mark.parametrize("device", [*devices("sort_by_expert"), "meta"])
+@pytest.mark.parametrize("device", [*HERE, "meta"])
 def test_sort_of_too_many_choices(device: str) -> None:
     experts = torch.zeros(1, dtype=torch.int64, device=device).expand(2**16, 2**15)
     with pytest.raises(RuntimeError) as error:

@@ -11,7 +11,6 @@ import torch
 
 from support.cases import cases
 from support.compare import assert_same_bits
-from support.devices import devices
 from support.groups import GROUPS, Groups
 from support.op_info import Sample
 from support.samples import make, variant_of
@@ -31,7 +30,7 @@ def with_one_tensor(sample: Sample) -> Sample:
 LISTS = ("grouped_mm_list", "grouped_mm_wgrad_list_", "grouped_scaled_mm_wgrad_list_")
 
 
-@pytest.mark.parametrize(("op", "groups", "variant", "dtype", "device"), cases(*LISTS))
+@pytest.mark.parametrize(("op", "groups", "variant", "dtype"), cases(*LISTS))
 def test_lists(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
     sample = variant_of(op, groups, variant, dtype).on(device)
     other = with_one_tensor(sample)
@@ -42,7 +41,6 @@ def test_lists(op: str, groups: Groups, variant: str, dtype: torch.dtype, device
     assert_same_bits(actual[:valid], expected[:valid])
 
 
-@pytest.mark.parametrize("device", devices(*LISTS))
 def test_addresses_are_looked_at_in_every_call(device: str) -> None:
     """Memory that begins where the last tensor ends, in the wrong order, or with a gap."""
     groups = GROUPS["unaligned"]

@@ -22,7 +22,6 @@ from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedMLP
 from grouped_linear.nn.lora import LoraWeights
 from support.commands import MINUTES, run
 from support.compare import assert_same_bits
-from support.devices import DEVICES
 from support.op_info import overload
 from support.ops import OPS
 from support.versions import aoti_reads_dtypes
@@ -78,7 +77,6 @@ def export() -> ModuleType:
 
 @pytest.mark.nightly
 @aoti_reads_dtypes
-@DEVICES
 @pytest.mark.parametrize("recipe", ["fp8"])
 def test_expert_layer(
     recipe: str,
@@ -111,7 +109,6 @@ def test_expert_layer(
     assert done.stdout.endswith("300 tokens: not the bits that Python got\n")
 
 
-@DEVICES
 def test_weights_that_are_kept_quantized(device: str) -> None:
     """A program holds them as they are, and quantizes nothing; docs/compile.md packages one."""
     sizes = {"num_experts": 4, "hidden_size": 64, "intermediate_size": 128, "device": device}

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from grouped_linear import ops
 from support.compare import assert_same_bits
-from support.devices import devices
 from support.reference import E4M3, E5M2
 from support.tensors import BF16, FP16, FP32
 
@@ -32,7 +31,6 @@ def numbers(dtype: torch.dtype, fp8: torch.dtype) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.numel() % 128)).view(-1, 128)
 
 
-@pytest.mark.parametrize("device", devices("group_quantize_delayed"))
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_encoding_without_a_scale_is_torchs(
@@ -45,7 +43,6 @@ def test_encoding_without_a_scale_is_torchs(
     assert_same_bits(q, x.to(fp8))
 
 
-@pytest.mark.parametrize("device", devices("group_quantize"))
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_encoding_with_powers_of_two_is_torchs(dtype: torch.dtype, device: str) -> None:
     """With an amax of 448 * 2^n the factor is 2^-n, which torch can multiply by exactly."""

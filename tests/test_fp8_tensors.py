@@ -26,7 +26,6 @@ from grouped_linear import (
     convert,
 )
 from support.compare import assert_same_bits, assert_same_tensors
-from support.devices import DEVICES
 from support.errors import sentence
 from support.hugging_face import tiny
 from support.tensors import BF16
@@ -83,7 +82,6 @@ def is_among(t: Tensor, multiplied: list[Tensor]) -> bool:
     )
 
 
-@DEVICES
 @WEIGHTS
 @FAMILY
 def test_what_training_multiplied(family: str, weights: Any, device: str) -> None:

@@ -52,7 +52,7 @@ from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Layouts, Operands
 from grouped_linear.recipes.weight import refresh_weight_
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import DEVICES, needs_gpu
+from support.devices import needs_gpu
 from support.errors import sentence
 from support.fresh import assert_fresh, rounded
 from support.pairs import pairwise
@@ -423,7 +423,6 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@DEVICES
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_has_memory_of_its_own(how: str, device: str) -> None:
     w: Any = make_layer("both", RECIPES["block"], BF16, device).weight.detach()
@@ -469,7 +468,6 @@ def test_copies_of_what_shares_memory(how: str, shares: bool) -> None:
     assert bool(whole[1].any()) != shares
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("how", "dtype", "recipe"), pairwise({how: how for how in WRITES}, DTYPES, RECIPES)
 )
@@ -819,7 +817,6 @@ TestWritesOnGpu = needs_gpu(WritesOnGpu.TestCase)
 TestWritesOnGpu.settings = TestWrites.settings
 
 
-@DEVICES
 def test_an_assigned_tensor_is_copied(device: str) -> None:
     """It stays its owner's, whose later writes do not show here."""
     layer = make_layer("both", RECIPES["block"], BF16, device)
@@ -832,7 +829,6 @@ def test_an_assigned_tensor_is_copied(device: str) -> None:
     assert_fresh(weight)
 
 
-@DEVICES
 def test_copies_of_a_state_are_plain(device: str) -> None:
     """What distributed checkpoints and torch.save(t.cpu()) write needs no package to be read."""
     weight = make_layer("both", RECIPES["block"], BF16, device).state_dict()["weight"]

@@ -26,7 +26,6 @@ from grouped_linear import (
     Recipe,
 )
 from support.compare import assert_same_bits, assert_same_tensors
-from support.devices import DEVICES
 from support.errors import sentence
 from support.experts import Expert
 from support.processes import PROCESSES, Checks, Passes
@@ -79,7 +78,6 @@ LISTS: dict[str, tuple[Callable[[], nn.ModuleList], Callable[..., Any]]] = {
 EVERY_LIST = pytest.mark.parametrize("kind", LISTS)
 
 
-@DEVICES
 @EVERY_LIST
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_outputs_and_gradients(kind: str, dtype: torch.dtype, device: str) -> None:

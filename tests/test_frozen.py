@@ -35,7 +35,7 @@ from grouped_linear.quantized.frozen import KeepsFrozen
 from support import reference
 from support.calls import Calls
 from support.compare import assert_same_bits, assert_same_tensors, bits
-from support.devices import DEVICES, needs_gpu
+from support.devices import needs_gpu
 from support.errors import sentence
 from support.groups import experts_of
 from support.layers import linear_of, through_pickle, through_torch_save
@@ -107,7 +107,6 @@ def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:
 # --- numbers -------------------------------------------------------------------------------------
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("kind", "recipe", "dtype"), pairwise(KINDS, RECIPES, {str(d): d for d in DTYPES})
 )
@@ -200,7 +199,6 @@ AVERAGES: dict[str, Any] = {
 }
 
 
-@DEVICES
 @pytest.mark.parametrize("how", AVERAGES.values(), ids=AVERAGES)
 @pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
 def test_averages_of_adapters(weights: str, how: Any, device: str) -> None:
@@ -522,7 +520,6 @@ def test_loaders_that_know_no_bytes_notice_numbers(way: str, weights: str) -> No
 # --- birth and travels ---------------------------------------------------------------------------
 
 
-@DEVICES
 @EVERY_KIND
 def test_drawn_again_in_place(device: str, kind: Any) -> None:
     layer = make_layer(kind, device)

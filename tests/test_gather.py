@@ -12,7 +12,7 @@ import torch
 from grouped_linear import ops
 from support import reference
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import devices, needs_gpu
+from support.devices import needs_gpu
 from support.errors import sentence
 from support.groups import Groups
 from support.op_info import Sample
@@ -22,7 +22,6 @@ from support.tensors import BF16, DTYPES, FP16, FP32
 GROUPS = Groups((3, 2), 5)
 
 
-@pytest.mark.parametrize("device", devices("topk_experts"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_topk_of_equal_and_special_scores(dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)
@@ -37,7 +36,6 @@ def test_topk_of_equal_and_special_scores(dtype: torch.dtype, device: str) -> No
     assert weights.shape == (4, 50, 48)
 
 
-@pytest.mark.parametrize("device", devices("sort_by_expert"))
 @pytest.mark.parametrize("num_experts", [1, 8, 255, 1024])
 @pytest.mark.parametrize(("T", "C"), [(40011, 8), (3000, 1), (257, 2), (1, 8), (1, 1), (0, 8)])
 def test_sort_many(T: int, C: int, num_experts: int, device: str) -> None:
@@ -50,7 +48,6 @@ def test_sort_many(T: int, C: int, num_experts: int, device: str) -> None:
         assert_all_same_bits(sample.results(device), expected)
 
 
-@pytest.mark.parametrize("device", devices("sort_by_expert"))
 def test_sort_numbers_far_outside(device: str) -> None:
     wide, narrow = (torch.iinfo(d) for d in (torch.int64, torch.int32))
     far = [wide.min, wide.max, narrow.min, narrow.max, narrow.max + 1, 2**32, 2**32 + 1, -1, 1, 0]
@@ -60,7 +57,6 @@ def test_sort_numbers_far_outside(device: str) -> None:
     assert choice.tolist() == [9, 8, 0, 1, 2, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("device", devices("scatter_rows", "sort_by_expert"))
 def test_scattered_rows_are_gathered_tokens(device: str) -> None:
     """Of wide rows, from x whose rows lie apart, with choices of no expert."""
     x_TH = torch.randn(300, 2 * 7184, device=device, dtype=BF16)[:, :7184]
@@ -69,7 +65,6 @@ def test_scattered_rows_are_gathered_tokens(device: str) -> None:
     assert_same_bits(ops.scatter_rows(x_TH, routing.row, 2400), x_TH[routing.token])
 
 
-@pytest.mark.parametrize("device", devices("scatter_rows"))
 @pytest.mark.parametrize(("bad", "clamped"), [(-1, 0), (36, 35), (2**40, 35)])
 def test_places_outside(bad: int, clamped: int, device: str) -> None:
     sample = make("scatter_rows", GROUPS, BF16)
@@ -87,7 +82,6 @@ def test_places_outside(bad: int, clamped: int, device: str) -> None:
     assert_same_bits(actual[named], sample.results(device)[0][named])
 
 
-@pytest.mark.parametrize("device", devices("gather_sum", "gather_dot"))
 @pytest.mark.parametrize("op", ["gather_sum", "gather_dot"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_wide_rows(dtype: torch.dtype, op: str, device: str) -> None:
@@ -103,7 +97,6 @@ def test_wide_rows(dtype: torch.dtype, op: str, device: str) -> None:
         torch.testing.assert_close(actual.double(), expected, atol=1e-3, rtol=1e-5)
 
 
-@pytest.mark.parametrize("device", devices("gather_sum"))
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 def test_sums_round_to_infinity_as_in_torch(dtype: torch.dtype, device: str) -> None:
     """The largest number, and parts of its last unit to both sides of where it overflows."""
@@ -118,7 +111,6 @@ def test_sums_round_to_infinity_as_in_torch(dtype: torch.dtype, device: str) -> 
     assert sums[:, 0].isfinite().any()
 
 
-@pytest.mark.parametrize("device", devices("gather_sum"))
 def test_a_row_that_is_not_finite_spoils_its_tokens_alone(device: str) -> None:
     y = torch.ones(3, 16)
     y[1] = torch.inf
@@ -127,7 +119,6 @@ def test_a_row_that_is_not_finite_spoils_its_tokens_alone(device: str) -> None:
     assert sample.results(device)[0][:, 0].tolist() == [3, torch.inf, 3]
 
 
-@pytest.mark.parametrize("device", devices("gather_sum", "gather_dot"))
 @pytest.mark.parametrize("op", ["gather_sum", "gather_dot"])
 @pytest.mark.parametrize(("bad", "clamped"), [(-1, 0), (8, 7), (-(2**63), 0)])
 def test_numbers_outside(bad: int, clamped: int, op: str, device: str) -> None:

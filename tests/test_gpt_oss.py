@@ -25,13 +25,10 @@ from grouped_linear.contrib import compare
 from grouped_linear.integrations.mxfp4 import mxfp4_config
 from grouped_linear.integrations.transformers import register
 from support.compare import assert_same_bits, assert_same_tensors
-from support.devices import devices
 from support.errors import sentence
 from support.gpt_oss import IDS, QUANTIZATION, dequantized, packed, write_checkpoint
 from support.layers import through_pickle
 from support.tensors import BF16, DTYPES, FP32
-
-DEVICES = pytest.mark.parametrize("device", devices("grouped_mm_mxfp4"))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +46,6 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
-@DEVICES
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_as_dequantized(folder: Path, device: str, dtype: torch.dtype) -> None:
     """Without a recipe: rounding of activations is all that differs from transformers' experts."""
@@ -108,7 +104,6 @@ def test_nothing_is_dequantized(folder: Path) -> None:
     assert {p.dtype for n, p in experts.named_parameters() if "bias" not in n} == {torch.uint8}
 
 
-@DEVICES
 def test_generates(folder: Path, device: str) -> None:
     model, other = packed(folder, dtype=FP32), dequantized(folder, dtype=FP32)
     options = {"max_new_tokens": 6, "do_sample": False}
@@ -116,7 +111,6 @@ def test_generates(folder: Path, device: str) -> None:
     assert torch.equal(model.to(device).generate(IDS.to(device), **options), expected)
 
 
-@DEVICES
 def test_compiles(folder: Path, device: str) -> None:
     experts = packed(folder).model.layers[0].mlp.experts.to(device)
     compiled = torch.compile(experts, fullgraph=True)

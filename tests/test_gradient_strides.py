@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from grouped_linear import Float8BlockScaling, GeGLU, GroupedLinear, GroupedMLP, Lora, ops, te
 from grouped_linear.nn.router import router_logits
-from support.devices import DEVICES
 from support.pairs import in_turn
 from support.recipes import RECIPES
 from support.tensors import FP32, lay_out
@@ -100,7 +99,6 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("make", "compiled"),
     [

@@ -29,7 +29,6 @@ from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.nn.router import router_logits
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import DEVICES
 from support.errors import sentence
 from support.layers import call_of, linear_of
 from support.pairs import in_turn, pairwise
@@ -92,7 +91,6 @@ def give_main_grads(layer: nn.Module, dtype: torch.dtype = FP32, value: float = 
 # --- main_grad -----------------------------------------------------------------------------------
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("dtype", "single", "compiled"), pairwise({"fp32": FP32, "bf16": BF16}, ONE_OR_APART, WAYS)
 )
@@ -109,7 +107,6 @@ def test_main_grad(dtype: torch.dtype, single: bool, compiled: bool, device: str
     assert all(w.grad is None for w in weights_of(layer))
 
 
-@DEVICES
 @pytest.mark.parametrize(("recipe", "single", "compiled"), pairwise(RECIPES, ONE_OR_APART, WAYS))
 def test_a_float32_bias_gets_its_gradient_unrounded(
     single: bool, recipe: Recipe | None, compiled: bool, device: str
@@ -125,7 +122,6 @@ def test_a_float32_bias_gets_its_gradient_unrounded(
     assert_same_bits(actual, ops.grouped_bias_grad(dy, ops.splits_to_offsets(m_splits, T)))
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("how", "dtype"),
     in_turn(
@@ -260,7 +256,6 @@ def test_mistakes() -> None:
 # --- deferred -------------------------------------------------------------------------------------
 
 
-@DEVICES
 @EVERY_RECIPE
 @pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
 @FORMS
@@ -480,7 +475,6 @@ def keep_ours(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
     return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@DEVICES
 @pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
 @pytest.mark.parametrize("form", ["one", "apart", "mlp"])
 def test_selective_checkpointing_that_keeps_our_ops(
@@ -569,7 +563,6 @@ def test_saved_input(recipe: Recipe | None) -> None:
     assert len(quantizers) == (0 if recipe is None else 2)
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("recipe", "flag", "compiled"), pairwise(RECIPES, {"bool": bool, "tensor": torch.tensor}, WAYS)
 )

@@ -27,7 +27,6 @@ from grouped_linear import (
 )
 from grouped_linear.meta_kernels.rules import ceil_div
 from support.compare import assert_all_same_bits
-from support.devices import devices
 from support.layers import call_of, linear_of
 from support.pairs import in_turn, pairwise
 from support.saved import saved_tensors
@@ -79,7 +78,6 @@ def saved_by(call: Any, *given: Tensor) -> list[Tensor]:
     return [t for t in saved if t.numel() > 0 and t.untyped_storage().data_ptr() not in known]
 
 
-@pytest.mark.parametrize("device", devices("swiglu_grad", "group_quantize_swiglu_grad"))
 @pytest.mark.parametrize(
     ("recipe", "options", "compiled"),
     [
@@ -110,7 +108,6 @@ def test_rows_of_gate_up_alone(
     assert gate_up <= bytes_of(of_rows) <= gate_up + R * routing_bytes
 
 
-@pytest.mark.parametrize("device", devices("swiglu_grad", "group_quantize_swiglu_grad"))
 @pytest.mark.parametrize(("options", "compiled"), pairwise(STORED, WAYS))
 def test_gate_up_again_for_more_rows_than_came(
     options: dict[str, Any], compiled: bool, device: str
@@ -149,7 +146,6 @@ def test_gate_up_again_for_more_rows_than_came(
         assert kept[1] <= bound * 8
 
 
-@pytest.mark.parametrize("device", devices("block_scaled_linear", "group_quantize"))
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("cached", [False, True], ids=["plain", "cached"])
 def test_a_linear_layer_with_wgrad_in_bf16_keeps_x_itself(
@@ -168,7 +164,6 @@ def test_a_linear_layer_with_wgrad_in_bf16_keeps_x_itself(
     assert kept.data_ptr() == x.data_ptr()
 
 
-@pytest.mark.parametrize("device", devices("block_scaled_linear", "group_quantize"))
 @pytest.mark.parametrize(
     ("kind", "recipe", "compiled"),
     pairwise(

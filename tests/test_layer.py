@@ -25,7 +25,6 @@ from grouped_linear import (
 from support import reference
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits, bits, tail_is_zero, within
-from support.devices import DEVICES
 from support.groups import GROUPS, Groups
 from support.recipes import MORE_RECIPES, scheme_of, state_for
 from support.saved import saved_tensors
@@ -82,14 +81,12 @@ def check_layer(
             assert size or not bits(gradient[e]).any()
 
 
-@DEVICES
 @RECIPES
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_layer(groups: Groups, recipe: Recipe | None, device: str) -> None:
     check_layer(groups, BF16, recipe, device, has_bias=True)
 
 
-@DEVICES
 @RECIPES
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
 def test_dtypes(dtype: torch.dtype, recipe: Recipe | None, device: str) -> None:
@@ -97,7 +94,6 @@ def test_dtypes(dtype: torch.dtype, recipe: Recipe | None, device: str) -> None:
     check_layer(SMALL, dtype, recipe, device, has_bias=False)
 
 
-@DEVICES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["block", "current", "current_e5m2", "mxfp8"])
 def test_recipes_are_near_the_exact_product(name: str, dtype: torch.dtype, device: str) -> None:
@@ -113,7 +109,6 @@ def test_recipes_are_near_the_exact_product(name: str, dtype: torch.dtype, devic
         assert (a.double() - e).norm() < (0.07 if name == "current_e5m2" else 0.04) * e.norm()
 
 
-@DEVICES
 @RECIPES
 @pytest.mark.parametrize(("dtype", "other"), [(BF16, FP32), (FP32, BF16)], ids=str)
 def test_bias_of_another_dtype(
@@ -138,7 +133,6 @@ def test_no_recipe_is_a_loop_of_linears(dtype: torch.dtype) -> None:
             assert_same_bits(y[group], linear(x[group], layer.weight[e], layer.bias[e]))
 
 
-@DEVICES
 @RECIPES
 def test_leading_dimensions(recipe: Recipe | None, device: str) -> None:
     layer = GroupedLinear(2, 16, 32, recipe=recipe, device=device)
@@ -160,7 +154,6 @@ FORMS_OF_M_SPLITS: dict[str, Callable[[str], Any]] = {
 }
 
 
-@DEVICES
 @RECIPES
 @pytest.mark.parametrize("form", FORMS_OF_M_SPLITS)
 def test_every_form_of_m_splits(form: str, recipe: Recipe | None, device: str) -> None:
@@ -170,7 +163,6 @@ def test_every_form_of_m_splits(form: str, recipe: Recipe | None, device: str) -
     assert_same_bits(layer(x, FORMS_OF_M_SPLITS[form](device)), expected)
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("recipe", "compiled"),
     [
@@ -227,7 +219,6 @@ def test_a_weight_stored_as_its_transpose(
         assert calls.counts["quantize_weight rowwise columnwise"] == 1
 
 
-@DEVICES
 def test_a_transposed_operand_gets_its_gradient_transposed(device: str) -> None:
     """That of the op which is differentiable by itself."""
     x, stored = torch.randn(9, 32, dtype=BF16), torch.randn(2, 32, 48, dtype=BF16)
@@ -241,7 +232,6 @@ def test_a_transposed_operand_gets_its_gradient_transposed(device: str) -> None:
     assert_same_bits(*gradients)
 
 
-@DEVICES
 @RECIPES
 def test_expanded_gradient(recipe: Recipe | None, device: str) -> None:
     """y.sum().backward() hands over a dy of strides 0, 0."""
@@ -256,7 +246,6 @@ def test_expanded_gradient(recipe: Recipe | None, device: str) -> None:
     assert_same_bits(x.grad.cpu(), grads[0][1])
 
 
-@DEVICES
 @RECIPES
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_a_diverging_row_shows(bad: float, recipe: Recipe | None, device: str) -> None:
@@ -420,7 +409,6 @@ def test_saved_tensors_are_few(recipe: Recipe | None) -> None:
 # --- autocast ------------------------------------------------------------------------------------
 
 
-@DEVICES
 @RECIPES
 def test_autocast(recipe: Recipe | None, device: str) -> None:
     """As nn.Linear: computes in the autocast dtype, gradients arrive in the parameters' dtypes."""

@@ -10,13 +10,11 @@ import torch
 from grouped_linear import Float8BlockScaling, GroupedLinear, ops
 from grouped_linear.nn import functional
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import devices
 from support.groups import GROUPS
 from support.layers import linear_of
 from support.tensors import BF16, FP32
 
 
-@pytest.mark.parametrize("device", devices("block_scaled_linear"))
 @pytest.mark.parametrize(("x_dtype", "w_dtype"), [(BF16, FP32), (FP32, BF16)], ids=str)
 def test_x_and_weight_of_two_dtypes(
     x_dtype: torch.dtype, w_dtype: torch.dtype, device: str
@@ -33,7 +31,6 @@ def test_x_and_weight_of_two_dtypes(
     assert_same_bits(y, product)
 
 
-@pytest.mark.parametrize("device", devices("block_scaled_linear"))
 def test_an_eager_layer_gives_the_bits_of_separate_ops(device: str) -> None:
     """save_original_input takes the ops one by one."""
     groups = GROUPS["unaligned"]
@@ -56,7 +53,6 @@ def test_an_eager_layer_gives_the_bits_of_separate_ops(device: str) -> None:
     assert_all_same_bits(*results)
 
 
-@pytest.mark.parametrize("device", devices("block_scaled_linear"))
 def test_what_is_not_asked_for_has_no_place_in_memory(device: str) -> None:
     """Scratch of 10 MiB, which torch maps on a GPU as they are: past them is no address."""
     if device == "cuda":

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from support.cases import distinct_variants
 from support.compare import assert_all_same_bits, assert_same_bits, bits
-from support.devices import devices
+from support.devices import HERE
 from support.errors import GROUPS_3, fake_sentence, sentence
 from support.groups import GROUPS
 from support.op_info import Sample
@@ -58,7 +58,6 @@ def with_source_rows(sample: Sample, source: str, count: int) -> Sample:
     return sample.but(**changed)
 
 
-@pytest.mark.parametrize("device", devices("group_quantize"))
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("op", "rows"), GATHERS)
@@ -76,7 +75,6 @@ def test_source_without_rows(
     assert_all_same_bits(specified(empty, actual), specified(sample, expected))
 
 
-@pytest.mark.parametrize("device", devices("group_quantize"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("op", "rows"), GATHERS)
 def test_rows_of_a_source_without_rows(op: str, rows: str, dtype: torch.dtype, device: str) -> None:
@@ -95,7 +93,6 @@ def test_rows_of_a_source_without_rows(op: str, rows: str, dtype: torch.dtype, d
                 assert not result.float().any()
 
 
-@pytest.mark.parametrize("device", devices("gather_sum"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", ["gather_sum", "gather_dot", "scatter_rows"])
 def test_moves_from_and_to_no_rows(op: str, dtype: torch.dtype, device: str) -> None:
@@ -157,15 +154,12 @@ def call(sample: Sample) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("op", "variant", "device"),
+    ("op", "variant"),
     [
-        pytest.param(
-            op, variant, *device.values, marks=device.marks, id=f"{op}-{variant}-{device.id}"
-        )
+        (op, variant)
         for op in OPS
         for variant in distinct_variants(op, each_layout=True)
         if "grad_of" not in variant and not variant.endswith("grad")
-        for device in devices(op)
     ],
 )
 def test_tensors_that_begin_anywhere(op: str, variant: str, device: str) -> None:
@@ -205,14 +199,7 @@ def test_tensors_that_begin_anywhere(op: str, variant: str, device: str) -> None
 # --- vectors with gaps ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("op", "device"),
-    [
-        pytest.param(op, *device.values, marks=device.marks, id=f"{op}-{device.id}")
-        for op in OPS
-        for device in devices(op)
-    ],
-)
+@pytest.mark.parametrize("op", OPS)
 def test_vectors_of_stride_two(op: str, device: str) -> None:
     """Of group ends, rows, scales and flags that an op reads: the same bits, for the fake, too."""
     sample = with_every_tensor(op, GROUPS["capacity"], BF16).on(device)
@@ -255,7 +242,7 @@ TOO_MANY = (
 )
 
 
-@pytest.mark.parametrize("device", [*devices(*OPS), "fake", "meta"])
+@pytest.mark.parametrize("device", [*HERE, "fake", "meta"])
 @pytest.mark.parametrize("op", [op for op, page in PAGES.items() if page.too_large])
 def test_more_rows_than_32_bits_count(op: str, device: str) -> None:
     for dims, options in PAGES[op].too_large:
@@ -270,7 +257,7 @@ def test_more_rows_than_32_bits_count(op: str, device: str) -> None:
         assert int(match[3]) > 2147483519
 
 
-@pytest.mark.parametrize("device", [*devices(*OPS), "fake", "meta"])
+@pytest.mark.parametrize("device", [*HERE, "fake", "meta"])
 def test_more_features_than_32_bits_count(device: str) -> None:
     lines = []
     for op, dims in (

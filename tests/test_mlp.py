@@ -32,7 +32,7 @@ from grouped_linear.recipes.quantize import recipe_of_wgrad
 from support import reference
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import DEVICES, needs_gpu
+from support.devices import needs_gpu
 from support.errors import said
 from support.formats import composed
 from support.graphs import STRICT_GRAPHS
@@ -132,7 +132,6 @@ def ours(
     return mlp
 
 
-@DEVICES
 @EVERY_ROUTING
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
@@ -148,7 +147,6 @@ def test_numbers(routing: str, dtype: torch.dtype, tolerance: float, device: str
     near(actual, run(truth(experts), exact(leaves)), tolerance)
 
 
-@DEVICES
 @EVERY_KIND
 def test_every_kind(kind: str, device: str) -> None:
     """In float32, which tells what a limit stops as float64 does."""
@@ -168,7 +166,6 @@ ROUTINGS_AND_KINDS = {
 }
 
 
-@DEVICES
 @pytest.mark.parametrize(("routing", "kind"), ROUTINGS_AND_KINDS.values())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fused_is_unfused(routing: str, kind: str, dtype: torch.dtype, device: str) -> None:
@@ -184,7 +181,6 @@ def test_fused_is_unfused(routing: str, kind: str, dtype: torch.dtype, device: s
             assert_same_bits(a, e)
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("routing_and_kind", "recipe", "dtype"),
     pairwise(ROUTINGS_AND_KINDS, MORE_RECIPES, {str(dtype): dtype for dtype in DTYPES}),
@@ -205,7 +201,6 @@ def test_two_layers_around_swiglu(
     near(actual, [e.double().cpu() for e in expected], 2.0**-6 if recipe is None else 0.25)
 
 
-@DEVICES
 @pytest.mark.parametrize("down_learns", [True, False])
 @pytest.mark.parametrize(
     "recipe",
@@ -229,7 +224,6 @@ def test_gathered_in_gemms_or_before(recipe: Recipe, down_learns: bool, device: 
             assert_same_bits(a, e)
 
 
-@DEVICES
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("features", [256, 272])
 def test_down_s_wgrad_of_few_features_is_in_16_bits(
@@ -248,7 +242,6 @@ def test_down_s_wgrad_of_few_features_is_in_16_bits(
     assert_same_bits(actual[3], run(ours(experts, composed(recipe)), leaves)[3])
 
 
-@DEVICES
 def test_dgrad_s_weight_alone_is_quantized_again(device: str) -> None:
     experts = ROUTINGS["random"].to(device)
     with Calls() as calls:
@@ -260,7 +253,6 @@ def test_dgrad_s_weight_alone_is_quantized_again(device: str) -> None:
     assert calls.counts["quantize_weight columnwise"] == 2
 
 
-@DEVICES
 def test_every_fused_op_and_no_other(device: str) -> None:
     experts = ROUTINGS["random"].to(device)
     leaves = leaves_of(experts, device, BF16)
@@ -297,7 +289,6 @@ def test_every_fused_op_and_no_other(device: str) -> None:
     assert calls.counts["grouped_scaled_mm"] == 1
 
 
-@DEVICES
 @RECIPES
 def test_only_the_gradients_asked_for(recipe: Recipe | None, device: str) -> None:
     experts = ROUTINGS["some_to_none"].to(device)
@@ -331,7 +322,6 @@ def test_biases_of_another_dtype(recipe: Recipe | None) -> None:
         assert_same_bits(a.to(e.dtype), e)
 
 
-@DEVICES
 @RECIPES
 def test_a_token_of_no_expert_reaches_nothing(recipe: Recipe | None, device: str) -> None:
     """Not even if it is NaN, as padding may be."""
@@ -371,7 +361,6 @@ def mlp_of(
     return GroupedMLP(E, H, F, bias=bias, activation=activation, **options)
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("recipe", "kind"),
     in_turn(
@@ -383,7 +372,6 @@ def test_compiled_in_one_graph(kind: str, recipe: Recipe | None, device: str) ->
     assert_one_graph(mlp_of(kind, recipe, device, BF16), device, seeds=2)
 
 
-@DEVICES
 def test_compiled_for_each_activation(device: str) -> None:
     """One is a constant of a graph: another has another."""
     experts = ROUTINGS["random"].to(device)
@@ -400,7 +388,6 @@ def test_compiled_for_each_activation(device: str) -> None:
     assert counter.frame_count == 2
 
 
-@DEVICES
 def test_one_compile_for_every_number_of_tokens(device: str) -> None:
     mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), device=device)
     counter = CompileCounterWithBackend("aot_eager")
@@ -422,7 +409,6 @@ def test_one_compile_for_every_number_of_tokens(device: str) -> None:
     assert counter.frame_count == 1
 
 
-@DEVICES
 def test_inputs_of_unknown_and_equal_sizes(device: str) -> None:
     """Of three inputs whose tokens nobody knows the numbers are taken for one."""
     mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), device=device)
@@ -455,7 +441,6 @@ def without_dropped(experts_TC: Tensor, max_rows: int) -> Tensor:
     return experts_TC.flatten().index_fill(0, order, -1).view_as(experts_TC)
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("room", "routing_and_kind", "recipe"),
     pairwise(
@@ -487,7 +472,6 @@ def test_room_for_fewer_rows(
     assert_all_same_bits(run(bounded, leaves), expected)
 
 
-@DEVICES
 @pytest.mark.parametrize("constant", [True, False], ids=["constant", "of_tokens"])
 def test_room_for_fewer_rows_compiled(constant: bool, device: str) -> None:
     """One graph, for any number of tokens and of choices; what is kept has the room's size."""
@@ -517,7 +501,6 @@ def test_room_for_fewer_rows_compiled(constant: bool, device: str) -> None:
     assert counter.frame_count == 1
 
 
-@DEVICES
 def test_inductor(device: str) -> None:
     mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), device=device, dtype=BF16)
     x = torch.randn(2, 20, H, device=device, dtype=BF16, requires_grad=True)
@@ -532,7 +515,6 @@ def test_inductor(device: str) -> None:
         assert (a.double() - e.double()).norm() < 2.0**-7 * e.double().norm()
 
 
-@DEVICES
 def test_trains_with_delayed_scaling(device: str) -> None:
     recipe = DelayedScaling(amax_history_len=4)
     mlp = GroupedMLP(E, H, F, recipe=recipe, device=device)
@@ -553,7 +535,6 @@ def test_trains_with_delayed_scaling(device: str) -> None:
         y.sum().backward()
 
 
-@DEVICES
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
 @EVERY_KIND
 def test_autocast(kind: str, recipe: Recipe | None, device: str) -> None:

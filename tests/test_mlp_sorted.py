@@ -28,7 +28,7 @@ from grouped_linear import (
 from grouped_linear.ops.activation import Activation
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import DEVICES, needs_gpu
+from support.devices import needs_gpu
 from support.errors import said
 from support.graphs import STRICT_GRAPHS
 from support.mlp import E, F, H, biases_of, run, states_of
@@ -79,7 +79,6 @@ def by_choice(kind: str, recipe: Recipe | None, device: str) -> Callable[..., Te
     return mlp
 
 
-@DEVICES
 @EVERY_KIND
 @RECIPES
 @pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "plain"])
@@ -92,7 +91,6 @@ def test_bits_of_grouped_mlp(weighted: bool, recipe: Recipe | None, kind: str, d
     assert not actual[0][sum(SPLITS) :].any()
 
 
-@DEVICES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_and_what_no_expert_has(dtype: torch.dtype, device: str) -> None:
     """NaN in rows and weights of no expert reaches nothing."""
@@ -105,7 +103,6 @@ def test_every_dtype_and_what_no_expert_has(dtype: torch.dtype, device: str) -> 
     assert_all_same_bits(spoilt, clean)
 
 
-@DEVICES
 def test_nothing_is_gathered_or_summed(device: str) -> None:
     leaves: list[Any] = leaves_of("plain", device, BF16)
     leaves[1] = None
@@ -120,7 +117,6 @@ def test_nothing_is_gathered_or_summed(device: str) -> None:
     }
 
 
-@DEVICES
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
 def test_keeps_x_and_gate_up(recipe: Recipe | None, device: str) -> None:
     leaves: list[Any] = leaves_of("plain", device, BF16)
@@ -132,7 +128,6 @@ def test_keeps_x_and_gate_up(recipe: Recipe | None, device: str) -> None:
     assert [t.shape for t in of_rows if t.size(1) != H] == [(R, 2 * F)]
 
 
-@DEVICES
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
 def test_the_module_compiled_in_one_graph(recipe: Recipe | None, device: str) -> None:
     """For any sizes, and any number of rows."""
@@ -178,7 +173,6 @@ def test_in_a_cuda_graph(recipe: Recipe | None) -> None:
             assert (a.double() - e.double()).norm() < 2.0**-6 * e.double().norm()
 
 
-@DEVICES
 def test_caches_and_main_grad(device: str) -> None:
     """Two micro-batches into caches and main_grad, as forward has them."""
     torch.manual_seed(0)
@@ -226,7 +220,6 @@ ValueError: grouped_mlp_sorted: state must be two DelayedScalingStates under a r
     )
 
 
-@DEVICES
 def test_autocast_and_a_list_of_sizes(device: str) -> None:
     mlp = GroupedMLP(E, H, F, device=device)
     x = torch.randn(R, H, device=device, dtype=FP32, requires_grad=True)

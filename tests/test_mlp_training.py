@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 
 from grouped_linear import GroupedMLP, Recipe
 from support.compare import assert_same_bits
-from support.devices import DEVICES, needs_gpu
+from support.devices import needs_gpu
 from support.errors import sentence
 from support.pairs import in_turn, pairwise
 from support.recipes import MORE_RECIPES, RECIPES
@@ -60,7 +60,6 @@ MODES = {f"eager-{dtype}": (eager, dtype) for dtype in DTYPES}
 MODES |= {m.__name__: (m, BF16) for m in (compiled, checkpointed, interleaved)}
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("feature", "mode", "recipe"),
     pairwise({name: FEATURES[name] for name in OURS}, MODES, TRAINED),
@@ -111,7 +110,6 @@ def fused(recipe: Recipe | None, device: str, dtype: torch.dtype = FP32, **optio
     return layer
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("recipe", "how"), in_turn(TRAINED, {"compiled": "compiled", "eager": "eager"})
 )
@@ -135,7 +133,6 @@ def test_attributes_of_main_grad(how: str, recipe: Recipe | None, device: str) -
     assert_same_bits(down.grad, torch.zeros_like(down))
 
 
-@DEVICES
 @pytest.mark.parametrize("frozen", [0, 1], ids=["gate_up_proj", "down_proj"])
 def test_a_frozen_weight_needs_no_main_grad(frozen: int, device: str) -> None:
     layer, (x, m_splits) = fused(RECIPES["block"], device), inputs(device)
@@ -149,7 +146,6 @@ def test_a_frozen_weight_needs_no_main_grad(frozen: int, device: str) -> None:
     assert_same_bits(learning.main_grad, expected[1 - frozen])
 
 
-@DEVICES
 @pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
 def test_autocast(recipe: Recipe | None, device: str) -> None:
     """float32 weights get unrounded gradients, of products in bfloat16."""

@@ -17,7 +17,7 @@ from grouped_linear import ops
 from support import reference
 from support.check import check
 from support.compare import assert_same_bits, tail_is_zero, within
-from support.devices import devices, needs_gpu
+from support.devices import HERE, needs_gpu
 from support.groups import GROUPS, SWAPPED, WIDE, Groups
 from support.op_info import Sample
 from support.ops import grouped_scaled_mm, grouped_scaled_mm_wgrad
@@ -49,7 +49,6 @@ def wgrad_operands(sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
 # --- fprop and dgrad -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
 @pytest.mark.parametrize("groups", WIDE.values(), ids=WIDE)
 def test_wide_products(groups: Groups, device: str) -> None:
     check(make("grouped_mm", groups, BF16, bias=True), device)
@@ -80,7 +79,6 @@ def assert_groups_alone_have_these_bits(sample: Sample, device: str) -> None:
         assert_same_bits(alone, y[group])
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
 @pytest.mark.parametrize(
     ("op", "row_major", "dtype"),
     pairwise(
@@ -97,7 +95,6 @@ def test_tiles_of_either_width(op: str, row_major: bool, dtype: torch.dtype, dev
     assert_groups_alone_have_these_bits(sample, device)
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm"))
 def test_swapped_operands(device: str) -> None:
     """dgrad in bfloat16 on Hopper. A float32 output is computed without, to the same bits."""
     sample = make("grouped_mm", SWAPPED, BF16)
@@ -110,7 +107,6 @@ def test_swapped_operands(device: str) -> None:
 
 # Low-rank factors: an output, or a side of wgrad, of at most half of a wide tile. Groups of one row
 # tile, of two and of three.
-@pytest.mark.parametrize("device", devices("grouped_mm"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("row_major", [False, True])
 @pytest.mark.parametrize("N", [16, 64, 80, 128])
@@ -152,7 +148,6 @@ def test_tickets_start_in_any_memory(op: str, words: list[int]) -> None:
             assert_same_bits(actual, wanted)
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm_wgrad", "grouped_mm_wgrad_"))
 @pytest.mark.parametrize("gathers", [None, "dy_rows", "x_rows"])
 @pytest.mark.parametrize(("N", "K"), [(272, 16), (272, 80), (272, 128), (16, 272), (16, 80)])
 def test_narrow_wgrads(N: int, K: int, gathers: str | None, device: str) -> None:
@@ -165,7 +160,6 @@ def test_narrow_wgrads(N: int, K: int, gathers: str | None, device: str) -> None
         check(make("grouped_mm_wgrad_", groups, BF16, grad_dtype=FP32, **options), device)
 
 
-@pytest.mark.parametrize("device", devices("group_quantize", "grouped_scaled_mm"))
 @pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**-120], ids=["", "small", "tiny"])
 @pytest.mark.parametrize("name", ["unaligned", "capacity", "17_groups"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -190,7 +184,6 @@ def test_power_of_two_scales(name: str, scale: float, dtype: torch.dtype, device
     check(wgrad, device)
 
 
-@pytest.mark.parametrize("device", devices("grouped_scaled_mm"))
 def test_dgrad_reads_the_scales_of_fprop(device: str) -> None:
     """dgrad passes a view of the weight's q_t, and its scales as they are; fprop a view of them."""
     groups = GROUPS["capacity"]
@@ -203,7 +196,6 @@ def test_dgrad_reads_the_scales_of_fprop(device: str) -> None:
     check(sample, device)
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dgrad_reads_the_weight_as_it_is(dtype: torch.dtype, device: str) -> None:
     groups = GROUPS["capacity"]
@@ -214,7 +206,6 @@ def test_dgrad_reads_the_weight_as_it_is(dtype: torch.dtype, device: str) -> Non
         check(sample, device)
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm"))
 @pytest.mark.parametrize("K", [48, 64], ids=["K", "K is N"])
 @pytest.mark.parametrize("column_major", [True, False])
 def test_torch_computes_the_same_of_the_same_arguments(
@@ -248,7 +239,6 @@ def test_torch_computes_the_same_of_scales_of_groups(K: int) -> None:
     torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm"))
 def test_huge_row_strides(device: str) -> None:
     """Offsets of elements do not fit in 32 bits: rows 2^30 elements apart."""
     groups = Groups((2, 0, 1), 3, K=16, N=16)
@@ -280,7 +270,6 @@ OPERANDS: dict[str, tuple[str, dict[str, Any]]] = {
 LAYOUTS = ("dense", "transposed", "strided", "odd")
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
 @pytest.mark.parametrize("r", RANKS)
 @pytest.mark.parametrize("operands", OPERANDS)
 def test_low_rank(operands: str, r: int, device: str) -> None:
@@ -298,7 +287,6 @@ def test_low_rank(operands: str, r: int, device: str) -> None:
         check(make(op, groups, DTYPES[turn % 3], **more), device)
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
 @pytest.mark.parametrize(
     ("operands", "low", "dtype"),
     pairwise(
@@ -335,7 +323,6 @@ def numbers_without_rounding(op: str, options: dict[str, Any], dtype: torch.dtyp
     return sample.but(**changed, a_low=a_low, b_low=b_low)
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("operands", OPERANDS)
 def test_both_products_are_one_sum(operands: str, dtype: torch.dtype, device: str) -> None:
@@ -352,7 +339,6 @@ def test_both_products_are_one_sum(operands: str, dtype: torch.dtype, device: st
         assert not torch.equal(first + reference.grouped_mm(-a[:, :128], b[:, :128], offs), exact)
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
 @pytest.mark.parametrize("operands", OPERANDS)
 def test_a_row_of_the_second_product_spoils_its_own_alone(operands: str, device: str) -> None:
     op, options = OPERANDS[operands]
@@ -389,9 +375,6 @@ IN_PLACE = ("grouped_mm_wgrad_", "grouped_scaled_mm_wgrad_")
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
-@pytest.mark.parametrize(
-    "device", devices(*IN_PLACE, "grouped_mm_wgrad", "grouped_scaled_mm_wgrad")
-)
 @pytest.mark.parametrize("grad_dtype", [FP32, BF16], ids=str)
 def test_wgrad_in_place_rounds_once(op: str, device: str, grad_dtype: torch.dtype) -> None:
     """Adding is one float32 addition an element, then at most one rounding to bf16."""
@@ -409,7 +392,6 @@ def test_wgrad_in_place_rounds_once(op: str, device: str, grad_dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
-@pytest.mark.parametrize("device", devices(*IN_PLACE))
 @pytest.mark.parametrize("overwrite", [None, True, False])
 def test_zero_tokens_into_a_slice_at_any_address(
     op: str, device: str, overwrite: bool | None
@@ -423,7 +405,6 @@ def test_zero_tokens_into_a_slice_at_any_address(
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
-@pytest.mark.parametrize("device", devices(*IN_PLACE))
 @pytest.mark.parametrize("grad_dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_matrices_of_empty_groups(
@@ -488,7 +469,6 @@ def quantized(
     return sample.but(x=x_TK).results(device)[:4]
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
 @pytest.mark.parametrize("hard", HARD.values(), ids=HARD)
 @pytest.mark.parametrize("pass_", ["fprop", "dgrad"])
 def test_long_sums_of_hard_operands(
@@ -516,7 +496,6 @@ def test_long_sums_of_hard_operands(
     assert_within_bound(y, reference.grouped_mm(*numbers), magnitude_of(*numbers))
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm_wgrad", "grouped_scaled_mm_wgrad"))
 @pytest.mark.parametrize("hard", HARD.values(), ids=HARD)
 def test_wgrad_of_hard_operands(hard: Callable[[Tensor, Tensor], Pair], device: str) -> None:
     groups, offs = MANY_ROWS, MANY_ROWS.offs()
@@ -537,7 +516,6 @@ def shared_parts(scale_t: Tensor) -> Tensor:
     return torch.stack([s.min(1).values == s.max(1).values for s in scale_t.split(128, 1)], dim=1)
 
 
-@pytest.mark.parametrize("device", devices("group_quantize", "grouped_scaled_mm_wgrad"))
 @pytest.mark.parametrize("kind", ["normal", "products", "outliers"])
 def test_shared_scales_cost_next_to_nothing(kind: str, device: str) -> None:
     """In feature 300's block it has up to 256 times the others, in feature 7's more than that."""
@@ -569,7 +547,6 @@ def test_shared_scales_cost_next_to_nothing(kind: str, device: str) -> None:
     assert (shared <= 1.02 * own).all()
 
 
-@pytest.mark.parametrize("device", devices("grouped_scaled_mm_wgrad"))
 @pytest.mark.parametrize("power_of_two_scales", [True, False])
 def test_columns_may_share_scales_anywhere(power_of_two_scales: bool, device: str) -> None:
     """Which of the columns of 128 share a scale in which steps changes nothing but rounding."""
@@ -595,7 +572,6 @@ def test_columns_may_share_scales_anywhere(power_of_two_scales: bool, device: st
         assert within(dw, expected, 2.0**-20 * expected.abs() + C * 2.0**-13 * magnitude)
 
 
-@pytest.mark.parametrize("device", devices("grouped_scaled_mm_wgrad"))
 @pytest.mark.parametrize("out_dtype", [BF16, FP32], ids=str)
 def test_many_tiles_whose_columns_share_or_not(out_dtype: torch.dtype, device: str) -> None:
     """Each block of a GPU takes a dozen tiles, of 1 to 3 steps or none."""
@@ -642,16 +618,9 @@ def long_sums() -> list[Any]:
     }
     large = {"grouped_mm_wgrad": ("plain",), "grouped_scaled_mm_wgrad": ("shared",)}
     return [
-        pytest.param(
-            groups,
-            op,
-            variant,
-            *device.values,
-            marks=device.marks,
-            id="-".join((name, op, variant, device.id)),
-        )
-        for device in devices(*variants)
-        for name, groups in (LONG_SUMS if device.id == "cuda" else SUMS_OF_A_CPU).items()
+        pytest.param(groups, op, variant, device, id="-".join((name, op, variant, device)))
+        for device in HERE
+        for name, groups in (LONG_SUMS if device == "cuda" else SUMS_OF_A_CPU).items()
         for op, of_op in (large if groups.N > 1000 else variants).items()
         for variant in of_op
     ]
@@ -707,7 +676,6 @@ def wide_positive_sample() -> tuple[Sample, Groups]:
     return sample.but(**positive), groups
 
 
-@pytest.mark.parametrize("device", devices("grouped_scaled_mm"))
 def test_sums_are_promoted_every_128(device: str) -> None:
     sample, _ = wide_positive_sample()
     check(sample, device)
@@ -752,7 +720,6 @@ def test_the_tolerance_catches_narrow_sums_and_narrow_operands() -> None:
 GRADIENT_OPS = ("grouped_mm", "grouped_mm_wgrad", "grouped_bias_grad")
 
 
-@pytest.mark.parametrize("device", devices(*GRADIENT_OPS))
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_gradients_of_grouped_mm(groups: Groups, device: str) -> None:
     grads = ("a", "b", "bias")
@@ -777,7 +744,6 @@ def test_gradients_of_grouped_mm(groups: Groups, device: str) -> None:
     assert within(dbias.cpu(), expected, allowed)
 
 
-@pytest.mark.parametrize("device", devices(*GRADIENT_OPS))
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_gradients_of_the_second_product(groups: Groups, device: str) -> None:
     grads = ("a", "a_low", "b_low")
@@ -799,7 +765,6 @@ def test_gradients_of_the_second_product(groups: Groups, device: str) -> None:
     assert within(db_low.cpu(), expected, allowed)
 
 
-@pytest.mark.parametrize("device", devices(*GRADIENT_OPS))
 def test_gradients_of_gathered_rows(device: str) -> None:
     """A row that is gathered 400 times: its sum is one of float32, where BF16 stops at 256.
 

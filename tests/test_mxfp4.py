@@ -30,12 +30,11 @@ from grouped_linear import (
 )
 from support import reference
 from support.compare import assert_same_bits
-from support.devices import devices
+from support.devices import needs_gpu
 from support.layers import call_of, through_pickle
 from support.tensors import BF16, DTYPES
 
 MXFP4 = ["quantize_mxfp4", "dequantize_mxfp4", "grouped_mm_mxfp4"]
-DEVICES = pytest.mark.parametrize("device", devices(*MXFP4))
 
 
 def every_code_and_scale() -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +43,6 @@ def every_code_and_scale() -> tuple[torch.Tensor, torch.Tensor]:
     return q, torch.arange(256).to(torch.uint8).view(256, 1, 1).repeat(1, 16, 1)
 
 
-@DEVICES
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_code_beside_every_scale(device: str, dtype: torch.dtype) -> None:
     q, scale = every_code_and_scale()
@@ -58,7 +56,6 @@ def test_every_code_beside_every_scale(device: str, dtype: torch.dtype) -> None:
         assert torch.equal(w.double()[held], expected[held])
 
 
-@DEVICES
 @pytest.mark.parametrize("transpose_b", [True, False])
 @pytest.mark.parametrize("rows", [64, 16])  # of each group: a GPU has another kernel for few
 def test_products_of_every_code_beside_every_scale(
@@ -86,7 +83,6 @@ def test_products_of_every_code_beside_every_scale(
     assert y[~held].isnan().any()
 
 
-@DEVICES
 @pytest.mark.parametrize("transpose_b", [True, False])
 @pytest.mark.parametrize("sizes", [(3, 0, 1, 12), (130, 0, 77, 200)], ids=["few", "many"])
 def test_bits_of_the_weight_in_bf16(device: str, sizes: tuple[int, ...], transpose_b: bool) -> None:
@@ -103,7 +99,8 @@ def test_bits_of_the_weight_in_bf16(device: str, sizes: tuple[int, ...], transpo
     assert_same_bits(y, ops.grouped_mm(a, w.mT if transpose_b else w, offs))
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm_mxfp4")[1:])
+@needs_gpu
+@pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("r", [0, 32])
 def test_few_rows_have_the_bits_of_many(device: str, r: int) -> None:
     """A GPU has a kernel of its own for few rows a group, on average."""
@@ -124,7 +121,8 @@ def test_few_rows_have_the_bits_of_many(device: str, r: int) -> None:
     assert_same_bits(multiply(few, rows), multiply(many, torch.arange(total, device=device))[rows])
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm_mxfp4")[1:])
+@needs_gpu
+@pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("r", [0, 80])
 def test_fp8_rows_have_the_bits_of_many(device: str, r: int) -> None:
     """However many rows the weight is decoded for."""
@@ -146,7 +144,6 @@ def test_fp8_rows_have_the_bits_of_many(device: str, r: int) -> None:
     assert_same_bits(multiply(few, rows), multiply(many, torch.arange(total, device=device))[rows])
 
 
-@DEVICES
 @pytest.mark.parametrize("transpose_b", [True, False])
 def test_e4m3_of_every_code_and_distance(device: str, transpose_b: bool) -> None:
     """A product with one 1 a row shows the e4m3 numbers: scales 0 to 20 below the largest."""
@@ -167,7 +164,6 @@ def test_e4m3_of_every_code_and_distance(device: str, transpose_b: bool) -> None
     assert torch.equal(w.double().T if transpose_b else w.double(), expected)
 
 
-@DEVICES
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_of_the_format_are_kept(device: str, dtype: torch.dtype) -> None:
     q = torch.randint(256, (3, 32, 48), dtype=torch.uint8, device=device)
@@ -176,7 +172,6 @@ def test_numbers_of_the_format_are_kept(device: str, dtype: torch.dtype) -> None
     assert torch.equal(ops.dequantize_mxfp4(*ops.quantize_mxfp4(w), dtype), w)
 
 
-@DEVICES
 def test_error_of_normal_numbers(device: str) -> None:
     """11.2% of the norm, as the docstring says: a scale without saturation has 11.5%."""
     w = torch.randn(1, 512, 512, device=device)
@@ -184,7 +179,6 @@ def test_error_of_normal_numbers(device: str) -> None:
     assert 0.110 < error.norm() / w.norm() < 0.114
 
 
-@DEVICES
 def test_nan_and_infinity_make_a_block_nan(device: str) -> None:
     w = torch.ones(1, 16, 64, dtype=BF16, device=device)
     w[0, 0, 3], w[0, 1, 40] = torch.nan, torch.inf
@@ -255,7 +249,6 @@ def call(layer: Any, x: Tensor, scores: Tensor) -> dict[str, Tensor]:
     return {"y": y.detach()} | dict(zip(("x", *learns), grads, strict=True))
 
 
-@DEVICES
 @EVERY_KIND
 @EVERY_RECIPE
 def test_layers_compute_with_the_numbers(device: str, kind: Any, recipe: Any) -> None:
@@ -270,7 +263,6 @@ def test_layers_compute_with_the_numbers(device: str, kind: Any, recipe: Any) ->
         assert error < 0.01, f"{name} is off by {error:.1e}"  # two or three roundings to bf16
 
 
-@DEVICES
 @EVERY_KIND
 @EVERY_RECIPE
 def test_compiled_layers_have_the_bits_of_eager_ones(device: str, kind: Any, recipe: Any) -> None:

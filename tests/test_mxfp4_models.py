@@ -21,14 +21,12 @@ from grouped_linear import Float8BlockScaling, MXFP8BlockScaling, Recipe, conver
 from grouped_linear.contrib import compare
 from grouped_linear.integrations.experts import experts_of
 from support.compare import assert_same_bits, assert_same_tensors
-from support.devices import devices
 from support.errors import sentence
 from support.experts import GroupedExperts
 from support.hugging_face import FAMILIES, tiny
 from support.layers import through_pickle
 from support.tensors import BF16
 
-DEVICES = pytest.mark.parametrize("device", devices("grouped_mm_mxfp4"))
 E, H, F, ROWS = 3, 32, 64, 9
 IDS = torch.arange(14).reshape(2, 7)
 SIZES = {"intermediate_size": F, "moe_intermediate_size": F}
@@ -86,7 +84,6 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return (off.norm() / expected.double().norm()).item()
 
 
-@DEVICES
 @pytest.mark.parametrize("family", [*FAMILIES, "titan"])
 def test_as_quantized_by_the_op(family: str, device: str) -> None:
     """The bits of the dequantized weights' results, with and without a gate, biases and norms."""

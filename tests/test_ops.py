@@ -40,7 +40,7 @@ def test_page_is_complete(op: str) -> None:
         assert program.exists(), f"{op}: {program} does not exist"
 
 
-@pytest.mark.parametrize(("op", "groups", "variant", "dtype", "device"), cases(*OPS))
+@pytest.mark.parametrize(("op", "groups", "variant", "dtype"), cases(*OPS))
 def test_results(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
     check(variant_of(op, groups, variant, dtype), device)
 

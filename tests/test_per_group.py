@@ -10,7 +10,6 @@ import torch
 from support import reference
 from support.check import check
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import devices
 from support.groups import GROUPS, WIDE, Groups
 from support.op_info import Sample
 from support.reference import E4M3, E5M2, Scaling
@@ -23,7 +22,6 @@ FP8 = pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 # --- delayed scaling -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", devices("group_quantize_delayed"))
 def test_recording_twice_changes_nothing(device: str) -> None:
     sample = make("group_quantize_delayed", GROUPS["capacity"], BF16)
     *_, once = sample.results(device)
@@ -31,7 +29,6 @@ def test_recording_twice_changes_nothing(device: str) -> None:
     assert_same_bits(once, twice)
 
 
-@pytest.mark.parametrize("device", devices("update_scales_"))
 @pytest.mark.parametrize("most_recent", [False, True])
 @pytest.mark.parametrize("past", ["zeros", "rand"])
 @pytest.mark.parametrize("margin", [0, 1, 64])
@@ -52,7 +49,6 @@ def test_update_scales_of_special_values(
     assert (scale <= 2.0**126).all()
 
 
-@pytest.mark.parametrize("device", devices("update_scales_"))
 def test_update_scales_of_a_whole_model(device: str) -> None:
     """More operands than one launch's arguments hold."""
     few = make("update_scales_", GROUPS["unaligned"], BF16)
@@ -79,14 +75,12 @@ def check_mx(sample: Sample, device: str) -> None:
     check(Sample("group_round_mx", sample.arguments), device)
 
 
-@pytest.mark.parametrize("device", devices("quantize_weight_current", "quantize_weight_delayed"))
 @pytest.mark.parametrize("groups", WIDE.values(), ids=WIDE)
 def test_wide_weights(groups: Groups, device: str) -> None:
     check(make("quantize_weight_current", groups, BF16), device)
     check(make("quantize_weight_delayed", groups, BF16), device)
 
 
-@pytest.mark.parametrize("device", devices(*ROW_OPS))
 @FP8
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_special_values(dtype: torch.dtype, fp8: torch.dtype, device: str) -> None:
@@ -112,7 +106,6 @@ def test_special_values(dtype: torch.dtype, fp8: torch.dtype, device: str) -> No
     assert T > 10
 
 
-@pytest.mark.parametrize("device", devices("group_quantize_delayed"))
 @FP8
 def test_a_cold_scale_shows(fp8: torch.dtype, device: str) -> None:
     sample = make("group_quantize_delayed", GROUPS["unaligned"], FP32, fp8=fp8)
@@ -120,7 +113,6 @@ def test_a_cold_scale_shows(fp8: torch.dtype, device: str) -> None:
     assert q.float().isnan().all()
 
 
-@pytest.mark.parametrize("device", devices(*ROW_OPS))
 @FP8
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_every_16_bit_number(dtype: torch.dtype, fp8: torch.dtype, device: str) -> None:
@@ -136,7 +128,6 @@ def test_every_16_bit_number(dtype: torch.dtype, fp8: torch.dtype, device: str) 
 # --- weights that are kept -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", devices("quantize_weight_list"))
 def test_as_many_weights_as_there_can_be(device: str) -> None:
     """Weights at addresses of every alignment."""
     room = torch.randn(1024, 16 * 16 + 8).to(BF16)

@@ -13,7 +13,6 @@ from grouped_linear import ops
 from support import reference
 from support.check import check
 from support.compare import assert_same_bits, bits
-from support.devices import devices
 from support.groups import GROUPS, WIDE, Groups
 from support.op_info import Sample
 from support.reference import Scaling
@@ -39,7 +38,6 @@ SUMMING = ("group_quantize", *ROW_OPS)
 # --- samples -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", devices("group_quantize"))
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_options_of_group_quantize(scaling: Scaling, device: str) -> None:
     """Every output has the same bits whatever else is asked for."""
@@ -61,7 +59,6 @@ def test_options_of_group_quantize(scaling: Scaling, device: str) -> None:
                     assert result.shape == (0,)
 
 
-@pytest.mark.parametrize("device", devices(*SUMMING))
 @pytest.mark.parametrize("groups", WIDE.values(), ids=WIDE)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("op", [*SUMMING, "shared"])
@@ -81,7 +78,6 @@ def squares_of_every_kind(T: int) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("device", devices("group_quantize", "group_quantize_swiglu"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", ["plain", "gathered", "swiglu"])
 def test_squares_that_share_scales_or_not(form: str, dtype: torch.dtype, device: str) -> None:
@@ -112,7 +108,6 @@ def test_squares_that_share_scales_or_not(form: str, dtype: torch.dtype, device:
         assert {square[3] for square in shares} == {True, False}
 
 
-@pytest.mark.parametrize("device", devices("group_quantize"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_how_near_features_share_scales(dtype: torch.dtype, device: str) -> None:
     """A feature of 1/256 of the largest does, the next smaller number does not."""
@@ -131,7 +126,6 @@ def test_how_near_features_share_scales(dtype: torch.dtype, device: str) -> None
         assert bool(scale_t[4] == scale_t[20]) == shares
 
 
-@pytest.mark.parametrize("device", devices("group_quantize"))
 def test_last_block_of_a_group_is_zero_filled(device: str) -> None:
     sample = make("group_quantize", GROUPS["unaligned"], BF16, columnwise=True)
     q_t = sample.results(device)[2].view(torch.uint8)
@@ -140,7 +134,6 @@ def test_last_block_of_a_group_is_zero_filled(device: str) -> None:
         assert (q_t[block, :, size:] == 0).all()
 
 
-@pytest.mark.parametrize("device", devices(*SUMMING, "grouped_bias_grad"))
 @pytest.mark.parametrize("op", SUMMING)
 @pytest.mark.parametrize("name", ["one_takes_all", "capacity", "200_groups"])
 def test_bias_grads_have_the_bits_of_the_op_alone(name: str, op: str, device: str) -> None:
@@ -153,7 +146,6 @@ def test_bias_grads_have_the_bits_of_the_op_alone(name: str, op: str, device: st
 # --- special values ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", devices("group_quantize"))
 @pytest.mark.parametrize("epsilon", [0.0, 2.0**-130, 1e-6, 3e38])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pow2", [True, False], ids=["power_of_two", "exact"])
@@ -176,7 +168,6 @@ def test_special_values(
     assert scale.isfinite().all()
 
 
-@pytest.mark.parametrize("device", devices("group_quantize"))
 def test_not_finite_spoils_only_itself(device: str) -> None:
     x_TK = torch.full((1, 128), 3.0)
     x_TK[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
@@ -186,7 +177,6 @@ def test_not_finite_spoils_only_itself(device: str) -> None:
     assert (q[0, 3:].float() * scale[0, 0] == 3).all()
 
 
-@pytest.mark.parametrize("device", devices("quantize_weight"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pow2", [True, False], ids=["power_of_two", "exact"])
 def test_special_values_of_weights(pow2: bool, dtype: torch.dtype, device: str) -> None:
@@ -196,7 +186,6 @@ def test_special_values_of_weights(pow2: bool, dtype: torch.dtype, device: str) 
     check(sample, device)
 
 
-@pytest.mark.parametrize("device", devices("group_quantize"))
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_every_16_bit_number(dtype: torch.dtype, device: str) -> None:
     every = torch.arange(2**16).to(torch.int16).view(dtype)
@@ -222,7 +211,6 @@ def rows_of_every_factor() -> Tensor:
     return rows.reshape(-1, 128).to(torch.uint16).view(BF16)
 
 
-@pytest.mark.parametrize("device", devices("group_quantize"))
 def test_every_number_of_every_factor(device: str) -> None:
     x = rows_of_every_factor()
     for x_TK in (x, x[: x.size(0) // 16 * 16].t().contiguous()):
@@ -236,7 +224,6 @@ def test_every_number_of_every_factor(device: str) -> None:
 
 @pytest.mark.parametrize("K", [256, 240])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("device", devices("group_quantize"))
 def test_bytes_do_not_depend_on_size(K: int, dtype: torch.dtype, device: str) -> None:
     """A CPU stores in two ways: near its L2 cache, and whole cache lines of more than that."""
     E, T = 5, 1100
@@ -255,7 +242,6 @@ def test_bytes_do_not_depend_on_size(K: int, dtype: torch.dtype, device: str) ->
 
 
 @hypothesis.given(data=strategies.data())
-@pytest.mark.parametrize("device", devices("group_quantize", "quantize_weight", *ROW_OPS))
 def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
     m_splits = data.draw(strategies.lists(strategies.integers(0, 140), min_size=1, max_size=5))
     spare, features = data.draw(strategies.integers(0, 9)), data.draw(strategies.integers(1, 18))
@@ -288,10 +274,7 @@ def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
 
 # --- and back ------------------------------------------------------------------------------------
 
-ROUND_TRIP = devices("group_quantize", "group_dequantize", "group_dequantize_t")
 
-
-@pytest.mark.parametrize("device", ROUND_TRIP)
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_round_trip(groups: Groups, scaling: Scaling, device: str) -> None:

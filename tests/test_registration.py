@@ -22,7 +22,7 @@ from grouped_linear.meta_kernels import rules
 from support import reference
 from support.commands import run
 from support.compare import assert_same_bits
-from support.devices import CUDA_OPS, HAS_GPU, devices, needs_gpu
+from support.devices import GPUS, HAS_GPU, needs_gpu
 from support.errors import sentence
 from support.groups import GROUPS
 from support.op_info import overload
@@ -49,7 +49,7 @@ def test_every_op_has_every_kernel(op: str) -> None:
 def test_ops_without_a_cuda_kernel_say_so() -> None:
     for op in OPS:
         sample = make(op, GROUPS["unaligned"], BF16).on("cuda")
-        if op in CUDA_OPS:
+        if GPUS:
             sample()
         else:
             assert sentence(sample) == f"{op}: no CUDA kernel in this build, only CPU"
@@ -238,12 +238,9 @@ def test_wrappers_take_what_the_schemas_take(op: str) -> None:
 # --- versions ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", devices(*IN_PLACE))
 @pytest.mark.parametrize("op", OPS)
 def test_only_what_is_written_gets_a_new_version(op: str, device: str) -> None:
     """By its version autograd knows that a tensor which a backward needs was written since."""
-    if device == "cuda" and op not in CUDA_OPS:
-        return
     flag = {"wgrad": "overwrite", "refresh": "refresh"}
     names = [name for word, name in flag.items() if word in op and op in IN_PLACE]
     for options in ({}, *({name: value} for name in names for value in (True, False))):
@@ -274,7 +271,6 @@ def test_a_main_grad_that_requires_grad_is_refused() -> None:
 # --- strides -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm"))
 def test_inductor_keeps_strides(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Untagged custom ops get the strides they are called with, whatever made the tensors."""
     groups = GROUPS["empty_middle"]

@@ -15,13 +15,11 @@ from grouped_linear import GroupedMLP, ops
 from grouped_linear.nn.router import router_logits
 from support import reference
 from support.compare import assert_same_bits
-from support.devices import devices
 from support.layers import call_of
 from support.tensors import BF16, FP16, FP32
 from support.tolerances import tolerance
 
 T, H, E = 60, 32, 8
-DEVICES = pytest.mark.parametrize("device", devices("topk_experts", "topk_experts_grad", "addmm"))
 NORMALIZED: Any = {"score_function": "softmax", "normalize": True}
 
 
@@ -42,7 +40,6 @@ def squares(logits: Tensor, x: Tensor) -> Tensor:
 # --- a router's product --------------------------------------------------------------------------
 
 
-@DEVICES
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_are_those_of_two_uses(dtype: torch.dtype, compiled: bool, device: str) -> None:
@@ -184,7 +181,6 @@ class Layer(nn.Module):
         return y
 
 
-@DEVICES
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_layer_learns_alike(compiled: bool, device: str) -> None:
     torch.manual_seed(0)
@@ -205,7 +201,6 @@ def test_a_layer_learns_alike(compiled: bool, device: str) -> None:
 # --- scores --------------------------------------------------------------------------------------
 
 
-@DEVICES
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_special_logits(function: Any, normalize: bool, device: str) -> None:
@@ -230,7 +225,6 @@ def test_special_logits(function: Any, normalize: bool, device: str) -> None:
     torch.testing.assert_close(gradient[finite], of_torch[finite], rtol=1e-4, atol=1e-6)
 
 
-@DEVICES
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalize", [False, True])
@@ -266,7 +260,6 @@ def test_experts_that_a_bias_chooses_far_below_the_largest(
     torch.testing.assert_close(d_logits / largest, of_torch / largest, rtol=step, atol=1e-5)
 
 
-@DEVICES
 def test_weights_of_masked_experts_alone(device: str) -> None:
     """A row of -inf has no softmax, as in torch."""
     logits = torch.full((2, 4), -torch.inf, device=device)

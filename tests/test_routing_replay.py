@@ -27,7 +27,7 @@ from transformers import DynamicCache
 from grouped_linear import Float8BlockScaling, GroupedMLP, convert
 from grouped_linear.contrib import record_routing, replay_routing
 from support.compare import assert_same_tensors
-from support.devices import DEVICES, needs_gpu
+from support.devices import needs_gpu
 from support.errors import sentence
 from support.hugging_face import FAMILIES, AnyConfig, model_of, tiny, tokens
 from support.tensors import BF16
@@ -78,7 +78,6 @@ def step(model: nn.Module, call: Any, ids: Tensor) -> dict[str, Tensor]:
     }
 
 
-@DEVICES
 @EVERY_FAMILY
 def test_own_choices_again_change_no_bit(family: str, device: str) -> None:
     model, ids = converted(family, device), tokens(device, B, S)
@@ -91,7 +90,6 @@ def test_own_choices_again_change_no_bit(family: str, device: str) -> None:
     assert_same_tensors(step(model, model, ids), expected)  # nothing of the contexts is left
 
 
-@DEVICES
 @pytest.mark.parametrize("kept", ["converted", "plain"])
 @EVERY_FAMILY
 def test_other_choices_are_taken_and_reach_the_router(family: str, kept: str, device: str) -> None:
@@ -356,7 +354,6 @@ def test_padding_and_packed_sequences() -> None:
 # --- compiled, checkpointed, wrapped -------------------------------------------------------------
 
 
-@DEVICES
 @pytest.mark.parametrize(
     "family", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.nightly)]
 )
@@ -381,7 +378,6 @@ def test_compiled_in_one_graph(family: str, device: str) -> None:
     assert backend.frame_count == 2
 
 
-@DEVICES
 @pytest.mark.parametrize("cache", [None, "static", "compiled"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h"])
 def test_generates(family: str, cache: str | None, device: str) -> None:
@@ -431,7 +427,6 @@ def test_cuda_graph() -> None:
             assert torch.equal(found, recording.take())
 
 
-@DEVICES
 def test_activation_checkpointing(device: str) -> None:
     """A recompute takes the same experts; one outside of the context is an error, no other result.
 

@@ -36,7 +36,7 @@ from grouped_linear import (
 )
 from grouped_linear.contrib import check_batch_invariant
 from support.compare import assert_same_bits, bits
-from support.devices import DEVICES, needs_gpu
+from support.devices import needs_gpu
 from support.errors import sentence
 from support.experts import GroupedExperts
 from support.tensors import BF16, DTYPES
@@ -222,7 +222,6 @@ def test_linear(way: Layer, device: str, data: strategies.DataObject) -> None:
     assert_same_bits(way(other, x, sizes)[places], expected)
 
 
-@DEVICES
 @pytest.mark.parametrize("activation", [SwiGLU(), GeGLU("tanh")], ids=str)
 def test_inductor_has_the_bits_of_eager(activation: Any, device: str) -> None:
     """In the same batch; the other tests compile without Inductor, which takes its time."""
@@ -318,7 +317,6 @@ def test_what_is_refused() -> None:
         assert "Float8CurrentScaling()" in sentence(lambda m=model: check_batch_invariant(m))
 
 
-@DEVICES
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling()], ids=repr)
 def test_scales_of_groups_follow_the_batch(recipe: Recipe, device: str) -> None:
     """Else refusing them would be idle. DelayedScaling takes a group's own amax at first."""
@@ -345,7 +343,6 @@ def tied_scores(T: int, E: int, dtype: torch.dtype) -> Tensor:
     return scores.to(dtype)
 
 
-@DEVICES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("E", "k"), [(1, 1), (8, 2), (33, 33), (128, 8), (1000, 40)])
 def test_exact_ties_come_in_the_order_of_experts(
@@ -383,7 +380,6 @@ class TiedLayer(nn.Module):
         return y
 
 
-@DEVICES
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_exact_ties_under_activation_checkpointing(reentrant: bool, device: str) -> None:
     """The recompute chooses the same experts, so its gradients are those of no checkpointing."""

@@ -20,7 +20,6 @@ from grouped_linear.ops.activation import GELU_TANH
 from support import reference
 from support.check import check, check_output
 from support.compare import assert_same_bits
-from support.devices import devices
 from support.groups import GROUPS, Groups
 from support.op_info import Sample
 from support.ops import PAGES
@@ -58,7 +57,6 @@ def offs_of(T: int) -> Tensor:
     return torch.tensor([T], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("form", EVERY_FORM.values(), ids=EVERY_FORM)
 def test_every_bf16_gate(dtype: torch.dtype, form: dict[str, Any], device: str) -> None:
@@ -80,7 +78,6 @@ def test_every_bf16_gate(dtype: torch.dtype, form: dict[str, Any], device: str) 
         check(sample, device)
 
 
-@pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gelu_with_tanh(dtype: torch.dtype, device: str) -> None:
     """Two constants make torch's GELU of it, with the gradient that autograd finds in float64."""
@@ -105,7 +102,6 @@ def test_gelu_with_tanh(dtype: torch.dtype, device: str) -> None:
     )
 
 
-@pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", EVERY_FORM.values(), ids=EVERY_FORM)
 @pytest.mark.parametrize("cubic", [1e-45, 1e-30, 0.044715, 3e38])
@@ -130,7 +126,6 @@ def test_no_finite_gate_gives_nan(
         assert not t.isnan().any()
 
 
-@pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gates_that_are_not_finite_with_a_cubic_term(dtype: torch.dtype, device: str) -> None:
     """A slope is computed at a smaller gate, which must not hide them; a limit stops one."""
@@ -148,7 +143,6 @@ def test_gates_that_are_not_finite_with_a_cubic_term(dtype: torch.dtype, device:
     assert grads.d_gate_up[1, 0] == 0
 
 
-@pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
 def test_at_and_past_limits(device: str) -> None:
     """They stop infinities, and gradients past them but not at them; NaN stays."""
     inf, nan = torch.inf, torch.nan
@@ -166,7 +160,6 @@ def test_at_and_past_limits(device: str) -> None:
     assert (results[0] == 0).nonzero()[:, 1].tolist() == [1, 2, 16 + 5, 16 + 6]
 
 
-@pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_not_finite_stays_so(dtype: torch.dtype, device: str) -> None:
     """And in float8 it is NaN, also where only an intermediate overflowed."""
@@ -204,7 +197,6 @@ def test_not_finite_stays_so(dtype: torch.dtype, device: str) -> None:
         assert d_weight[7].isfinite()
 
 
-@pytest.mark.parametrize("device", devices("swiglu", "group_quantize_swiglu"))
 def test_every_gate_has_the_same_bits(device: str) -> None:
     """Of 16 bits, and gates where 1 + exp(-gate) is all ones.
 
@@ -259,7 +251,6 @@ def check_fused(sample: Sample, device: str) -> None:
         assert_same_bits(result, expected)
 
 
-@pytest.mark.parametrize("device", devices(*UNFUSED))
 @pytest.mark.parametrize("op", UNFUSED)
 @pytest.mark.parametrize("form", EVERY_FORM)
 def test_wide_rows(form: str, op: str, device: str) -> None:
@@ -272,7 +263,6 @@ def test_wide_rows(form: str, op: str, device: str) -> None:
         check_fused(make(op, groups, dtype, **outputs, **EVERY_FORM[form]), device)
 
 
-@pytest.mark.parametrize("device", devices("group_quantize_swiglu_grad"))
 @pytest.mark.parametrize(("h_columnwise", "keep_h"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("bias_grad", [False, True])
 @pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True), (True, True)])
@@ -305,7 +295,6 @@ def test_what_is_not_requested_is_none(
 
 
 @hypothesis.given(data=strategies.data())
-@pytest.mark.parametrize("device", devices("group_quantize", *UNFUSED))
 def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
     m_splits = data.draw(strategies.lists(strategies.integers(0, 140), min_size=1, max_size=40))
     spare, features = data.draw(strategies.integers(0, 9)), data.draw(strategies.integers(1, 18))
@@ -337,7 +326,6 @@ def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
         assert_same_bits(result, right)
 
 
-@pytest.mark.parametrize("device", devices(*UNFUSED))
 def test_compiled(device: str) -> None:
     groups = GROUPS["capacity"]
     forward = make("group_quantize_swiglu", groups, BF16, columnwise=True).on(device)

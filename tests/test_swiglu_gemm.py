@@ -14,7 +14,6 @@ from torch import Tensor
 
 from support.cases import cases
 from support.compare import assert_same_bits
-from support.devices import devices
 from support.groups import SWAPPED, Groups
 from support.op_info import Sample
 from support.samples import make, variant_of
@@ -73,8 +72,7 @@ def check(sample: Sample, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "groups", "variant", "dtype", "device"),
-    cases("grouped_mm_swiglu", "grouped_mm_swiglu_grad"),
+    ("op", "groups", "variant", "dtype"), cases("grouped_mm_swiglu", "grouped_mm_swiglu_grad")
 )
 def test_results_of_two_ops(
     op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
@@ -82,7 +80,6 @@ def test_results_of_two_ops(
     check(normal(variant_of(op, groups, variant, dtype)), device)
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm_swiglu"))
 @pytest.mark.parametrize("op", ["grouped_mm_swiglu", "grouped_mm_swiglu_grad"])
 @pytest.mark.parametrize(
     "options", [{}, {"gathers": "rows"}, {"transposed_b": True, **FORMS["all_of_it"]}]
@@ -96,7 +93,6 @@ def test_many_tiles(options: dict[str, Any], op: str, device: str) -> None:
             check(normal(sample), device)
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm_swiglu"))
 @pytest.mark.parametrize("op", ["grouped_mm_swiglu", "grouped_mm_swiglu_grad"])
 def test_swapped_operands(op: str, device: str) -> None:
     """On Hopper. The first group alone is computed without, to the same bits."""
@@ -110,7 +106,6 @@ def test_swapped_operands(op: str, device: str) -> None:
             assert_same_bits(t, e[:count])
 
 
-@pytest.mark.parametrize("device", devices("grouped_mm_swiglu_grad"))
 def test_a_row_does_not_depend_on_others(device: str) -> None:
     """Alone it is computed in narrow tiles, among many in wide ones."""
     many = normal(make("grouped_mm_swiglu_grad", Groups((900, 3000), 3900, K=64), BF16, F=320))

@@ -15,7 +15,7 @@ import torch
 
 from grouped_linear import GroupedLinear, Recipe
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import DEVICES, needs_gpu
+from support.devices import needs_gpu
 from support.layers import linear_of, through_pickle, through_torch_save
 from support.pairs import pairwise
 from support.recipes import MORE_RECIPES, RECIPES
@@ -64,7 +64,6 @@ MODES_AND_DTYPES |= {mode.__name__: (mode, BF16) for mode in MODES if mode is no
 TRAINED = RECIPES | {"block_bf16_wgrad": MORE_RECIPES["block_bf16_wgrad"]}
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("feature", "mode", "recipe"), pairwise(FEATURES, MODES_AND_DTYPES, TRAINED)
 )
@@ -103,7 +102,6 @@ def test_features_under_cudagraph_trees(name: str, recipe: Recipe | None) -> Non
 # --- besides steps -------------------------------------------------------------------------------
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("feature", "mode", "recipe"),
     pairwise(

@@ -22,7 +22,6 @@ from grouped_linear import GroupedLinear, GroupedMLP, Recipe, update_scales
 from grouped_linear.quantized.weight_cache import WeightCache
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits, assert_shows_cold
-from support.devices import DEVICES
 from support.errors import sentence
 from support.layers import call_of, through_pickle
 from support.pairs import in_turn, pairwise
@@ -98,7 +97,6 @@ def outcome(layer: Any, y: Tensor, x: Tensor) -> list[Tensor]:
     return [y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))]
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("make", "flag", "compiled", "recipe"), pairwise(LAYERS, FLAG, COMPILING, QUANTIZING)
 )
@@ -135,7 +133,6 @@ MADE_COLD: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("make", "how", "recipe"), pairwise(LAYERS, {how: how for how in MADE_COLD}, QUANTIZING)
 )
@@ -160,7 +157,6 @@ def test_cold(make: Make, how: str, recipe: Recipe, device: str) -> None:
     assert [t.data_ptr() for t in kept(layer)] == addresses
 
 
-@DEVICES
 def test_one_cold_cache_is_enough(device: str) -> None:
     layer, (x, m_splits) = make_mlp(QUANTIZING["block"], device), inputs(device)
     for cache in caches_of(layer):
@@ -182,7 +178,6 @@ def test_what_a_graph_wrote_is_there_without_one(make: Make, backend: str, recip
     assert_same_bits(layer(x, m_splits, False), y)
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("make", "backend", "flag", "recipe"), pairwise(LAYERS, BACKENDS, FLAG, QUANTIZING)
 )
@@ -204,7 +199,6 @@ def test_a_refresh_before_the_backward(
         y.sum().backward()
 
 
-@DEVICES
 @pytest.mark.parametrize(("flag", "recipe"), in_turn(FLAG, QUANTIZING))
 def test_a_refresh_that_no_gradient_reads(flag: Any, recipe: Recipe, device: str) -> None:
     """The gradient of the second weight alone reads no quantized weight."""
@@ -219,7 +213,6 @@ def test_a_refresh_that_no_gradient_reads(flag: Any, recipe: Recipe, device: str
     assert_same_bits(torch.autograd.grad(y.sum(), down)[0], expected)
 
 
-@DEVICES
 @COMPILED
 def test_a_flag_may_be_refilled_before_the_backward(compiled: bool, device: str) -> None:
     layer = make_layer(QUANTIZING["block"], device, fuse_wgrad_accumulation=True)
@@ -232,7 +225,6 @@ def test_a_flag_may_be_refilled_before_the_backward(compiled: bool, device: str)
     assert layer.weight.main_grad.isfinite().all()
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("make", "mode", "recipe"),
     pairwise(
@@ -266,7 +258,6 @@ MADE: dict[str, Callable[[Recipe, str], GroupedLinear]] = {
 }
 
 
-@DEVICES
 @EVERY_RECIPE
 @pytest.mark.parametrize("how", MADE)
 def test_made_in_inference_mode(how: str, recipe: Recipe | None, device: str) -> None:
@@ -308,7 +299,6 @@ def test_work(make: Make) -> None:
     assert not any(op.startswith("quantize_weight") for op in calls.counts)
 
 
-@DEVICES
 def test_delayed_scales_stay_with_their_weight(device: str) -> None:
     layer, (x, m_splits) = make_layer(QUANTIZING["delayed"], device), inputs(device)
     state, cache = layer.weight_state, layer.weight_cache

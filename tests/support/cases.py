@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of every op for parametrize: group sizes, variants and dtypes in pairs, on each device."""
+"""Cases of every op for parametrize: group sizes, variants and dtypes in pairs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from support.devices import devices
 from support.groups import GROUPS, SHAPES
 from support.ops import PAGES
 from support.tensors import BF16, FP16, FP32
@@ -51,14 +50,12 @@ def distinct_variants(op: str, *, each_layout: bool = False) -> list[str]:
 
 
 def cases(*ops: str) -> list[Any]:
-    """Samples for parametrize(("op", "groups", "variant", "dtype", "device"), ...)."""
+    """Samples for parametrize(("op", "groups", "variant", "dtype"), ...)."""
     return [
         pytest.param(
-            *(op, GROUPS[groups], variant, dtype, device.values[0]),
-            marks=device.marks,
-            id=f"{op}-{groups}-{variant}-{str(dtype).removeprefix('torch.')}-{device.id}",
+            *(op, GROUPS[groups], variant, dtype),
+            id=f"{op}-{groups}-{variant}-{str(dtype).removeprefix('torch.')}",
         )
         for op in ops
-        for device in devices(op)
         for groups, variant, dtype in pairs(op)
     ]

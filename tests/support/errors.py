@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from support.compare import assert_all_same_bits
-from support.devices import CUDA_OPS, HAS_GPU
+from support.devices import GPUS
 from support.groups import Groups
 from support.op_info import Sample
 from support.ops import PAGES
@@ -79,7 +79,7 @@ def assert_alike(calls: Iterable[tuple[Sample, dict[str, Any]]]) -> set[str]:
         if said != "no error":
             rules.add(re.sub(r"\d+", "", said.partition(", got")[0]))
             assert said.partition(": ")[0] in PAGES, said  # another op is one that it calls
-            if HAS_GPU and good.op in CUDA_OPS:
+            if GPUS:
                 assert sentence(bad.on("cuda"), ANY) == said, change
     assert rules
     for good, before in results.values():

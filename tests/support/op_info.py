@@ -108,7 +108,6 @@ class OpInfo:
         mistakes: changes of a sample that ``support/changes.py`` does not make of any op.
         too_large: for sizes past 32 bits: which argument is too large in which dimension, and the
             options of the sample.
-        cuda: whether there is a kernel for CUDA.
         benchmark: the program in ``benchmarks/`` that times it.
     """
 
@@ -120,5 +119,4 @@ class OpInfo:
     shares_kernels: bool = False
     mistakes: tuple[Arguments, ...] = ()
     too_large: tuple[tuple[dict[str, int], Options], ...] = ()
-    cuda: bool = True
     benchmark: str | None = None
