@@ -7,24 +7,19 @@ T tokens, C experts chosen for a token, E experts, H features of a token, F feat
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor
 from torch._dynamo.testing import AotEagerAndRecordGraphs
-from torch.nn.functional import gelu, relu, silu
 
 from grouped_linear import (
-    Activation,
     Float8BlockScaling,
     GeGLU,
     GroupedMLP,
     Recipe,
-    SquaredReLU,
     SwiGLU,
-    grouped_mlp,
     ops,
 )
 from grouped_linear.autograd.activation import MLPConfig
@@ -32,51 +27,14 @@ from grouped_linear.ops.activation import GELU_TANH
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import needs_gpu
-from support.errors import said
 from support.graphs import STRICT_GRAPHS
-from support.mlp import E, F, H, assert_one_graph, biases_of, exact, near, run, states_of, truth
+from support.mlp import KINDS, OTHERS, E, F, H, Sine, near, ours, run, states_of
 from support.mlp import leaves_of as drawn_leaves
 from support.pairs import in_turn
-from support.recipes import RECIPES as EVERY_RECIPE
+from support.recipes import RECIPES
 from support.tensors import BF16, FP16, FP32
 
 T, C = 90, 2
-RECIPES = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
-
-
-@dataclass(frozen=True)
-class Sine(Activation):
-    """One of a user's own, without a gate."""
-
-    gated: ClassVar[bool] = False
-    factor: float = 2.0
-
-    def forward(self, gate_up_RG: Tensor) -> Tensor:
-        return (self.factor * gate_up_RG).sin()
-
-    def backward(self, dh_RF: Tensor, gate_up_RG: Tensor) -> Tensor:
-        return dh_RF * self.factor * (self.factor * gate_up_RG).cos()
-
-
-def gated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def whole(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return function(gate) * up
-
-    return whole
-
-
-# Each activation, and what torch computes for it.
-KINDS: dict[str, tuple[Activation, Callable[[Tensor], Tensor]]] = {
-    "swiglu": (SwiGLU(), gated(silu)),
-    "gelu": (GeGLU(), gated(gelu)),
-    "gelu_tanh": (GeGLU("tanh"), gated(lambda gate: gelu(gate, approximate="tanh"))),
-    "relu2": (SquaredReLU(), lambda up: relu(up).square()),
-    "own": (Sine(), lambda up: (2 * up).sin()),
-}
-OTHERS = {name: kind for name, kind in KINDS.items() if name != "swiglu"}
-EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
-EVERY_OTHER = pytest.mark.parametrize("kind", OTHERS)
 
 
 def chosen_experts(device: str) -> Tensor:
@@ -87,27 +45,20 @@ def chosen_experts(device: str) -> Tensor:
     return experts.to(device)
 
 
-def leaves_of(kind: str, device: str, dtype: torch.dtype, bias: bool = False) -> list[Tensor]:
-    return drawn_leaves((T, C), KINDS[kind][0], bias, device, dtype)
+def leaves_of(kind: str, device: str, dtype: torch.dtype) -> list[Tensor]:
+    return drawn_leaves((T, C), *KINDS[kind], device, dtype)
 
 
-def ours(
-    kind: str, recipe: Recipe | None, device: str, save_gate_up_in_fp8: bool = False
+def call_of(
+    kind: str, recipe: Recipe | None, device: str, saved: bool = False
 ) -> Callable[..., Tensor]:
-    experts, states = chosen_experts(device), states_of(recipe, device)
-
-    def mlp(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
-        options = {**biases_of(biases), "save_gate_up_in_fp8": save_gate_up_in_fp8}
-        call = x, weights, experts, gate_up, down, recipe, states
-        return grouped_mlp(*call, activation=KINDS[kind][0], **options)
-
-    return mlp
+    states = states_of(recipe, device)
+    return ours(chosen_experts(device), recipe, states, kind, save_gate_up_in_fp8=saved)
 
 
-@EVERY_OTHER
+@pytest.mark.parametrize("kind", OTHERS)
 def test_gradient_of_an_activation_alone(kind: str) -> None:
-    activation, function = OTHERS[kind]
-    assert isinstance(activation, Activation)
+    activation, function = KINDS[kind][0], OTHERS[kind]
     x = 3 * torch.randn(40, 2 * F, dtype=torch.float64)
     x[0] = 0
     x.requires_grad_()
@@ -119,62 +70,8 @@ def test_gradient_of_an_activation_alone(kind: str) -> None:
     assert not activation.forward(torch.zeros(1, 2 * F)).any()  # as rows of no expert need
 
 
-@EVERY_OTHER
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(FP32, 1e-5), (FP16, 2.0**-9), (BF16, 2.0**-6)])
-def test_numbers(kind: str, dtype: torch.dtype, tolerance: float, bias: bool, device: str) -> None:
-    leaves = leaves_of(kind, device, dtype, bias)
-    actual = run(ours(kind, None, device), leaves)
-    assert [t.dtype for t in actual] == [dtype, *(t.dtype for t in leaves)]
-    near(actual, run(truth(chosen_experts("cpu"), KINDS[kind][1]), exact(leaves)), tolerance)
-
-
-@EVERY_KIND
-@RECIPES
-def test_recipes_are_near_float64(kind: str, recipe: Recipe | None, device: str) -> None:
-    """A product of e4m3 operands is off by 4% of its norm: see test_layer.py."""
-    leaves = leaves_of(kind, device, BF16)
-    actual = run(ours(kind, recipe, device), leaves)
-    near(actual, run(truth(chosen_experts("cpu"), KINDS[kind][1]), exact(leaves)), 0.2)
-
-
-@EVERY_OTHER
-@pytest.mark.parametrize("saved", [False, True], ids=["as_it_is", "in_fp8"])
-def test_only_the_gradients_asked_for(kind: str, saved: bool, device: str) -> None:
-    leaves = leaves_of(kind, device, BF16, bias=True)
-    call = ours(kind, Float8BlockScaling(), device, saved)
-    expected = run(call, leaves)[1:]
-    for subset in range(1, 64, 3):
-        for i, leaf in enumerate(leaves):
-            leaf.grad = None
-            leaf.requires_grad_(bool(subset >> i & 1))
-        y = call(*leaves)
-        torch.manual_seed(2)
-        y.backward(torch.randn(T, H).to(y))
-        for leaf, gradient in zip(leaves, expected, strict=True):
-            if leaf.requires_grad:
-                assert leaf.grad is not None
-                assert_same_bits(leaf.grad, gradient)
-            else:
-                assert leaf.grad is None
-
-
 @pytest.mark.parametrize(
-    ("kind", "how"),
-    in_turn(
-        {kind: kind for kind in KINDS},
-        {"none-as_it_is": (None, False), "block-in_fp8": (Float8BlockScaling(), True)},
-    ),
-)
-def test_compiled_in_one_graph(kind: str, how: tuple[Recipe | None, bool], device: str) -> None:
-    recipe, saved = how
-    options: dict[str, Any] = {"recipe": recipe, "save_gate_up_in_fp8": saved, "device": device}
-    mlp = GroupedMLP(E, H, F, activation=KINDS[kind][0], dtype=BF16, **options)
-    assert_one_graph(mlp, device, seeds=2)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "in_order"), in_turn(EVERY_RECIPE, {"tokens": False, "sorted-in_fp8": True})
+    ("recipe", "in_order"), in_turn(RECIPES, {"tokens": False, "sorted-in_fp8": True})
 )
 def test_gelu_with_tanh_is_fused(recipe: Recipe | None, in_order: bool, device: str) -> None:
     """In eager mode and compiled: the ops of SwiGLU, with the bits of the form that it is."""
@@ -211,7 +108,7 @@ def test_gelu_with_tanh_is_fused(recipe: Recipe | None, in_order: bool, device: 
 
 
 @needs_gpu
-@EVERY_KIND
+@pytest.mark.parametrize("kind", ["plain", *OTHERS])
 def test_in_a_cuda_graph(kind: str) -> None:
     mlp = GroupedMLP(
         E, H, F, activation=KINDS[kind][0], device="cuda", dtype=BF16, save_gate_up_in_fp8=True
@@ -234,17 +131,17 @@ def test_in_a_cuda_graph(kind: str) -> None:
 # --- gate_up saved in FP8 ------------------------------------------------------------------------
 
 
-@EVERY_KIND
-@RECIPES
+@pytest.mark.parametrize("kind", ["bias", *OTHERS])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_saved_in_fp8(kind: str, recipe: Recipe | None, device: str) -> None:
     """Outputs have the same bits; gradients are off by what e4m3 with 1x128 blocks rounds."""
-    leaves = leaves_of(kind, device, BF16, bias=True)
-    y, *gradients = run(ours(kind, recipe, device), leaves)
-    y_saved, *of_saved = run(ours(kind, recipe, device, save_gate_up_in_fp8=True), leaves)
+    leaves = leaves_of(kind, device, BF16)
+    y, *gradients = run(call_of(kind, recipe, device), leaves)
+    y_saved, *of_saved = run(call_of(kind, recipe, device, saved=True), leaves)
     assert_same_bits(y_saved, y)
     near(of_saved, [g.double().cpu() for g in gradients], 0.12 if kind == "own" else 0.08)
     assert not torch.equal(of_saved[3], gradients[3])  # of down_proj, from h made again
-    if recipe is None:
+    if recipe is None and KINDS[kind][1]:
         assert_same_bits(of_saved[5], gradients[5])  # down's bias needs no gate_up
 
 
@@ -283,9 +180,9 @@ def test_a_limit_is_decided_before_rounding(
 
 def test_its_gradients_are_those_of_rounded_gate_up(device: str) -> None:
     """To the bit: the gradients of an expert whose first layer gave what FP8 holds of gate_up."""
-    leaves = leaves_of("swiglu", device, FP32)
+    leaves = leaves_of("plain", device, FP32)
     x, weights, gate_up_proj, _ = leaves
-    _, _, d_weights, _, d_down = run(ours("swiglu", None, device, True), leaves)
+    _, _, d_weights, _, d_down = run(call_of("plain", None, device, True), leaves)
     routing = ops.sort_by_expert(chosen_experts(device), E)
     gate_up = ops.grouped_mm(
         x.detach()[routing.token.long()], gate_up_proj.detach().mT, routing.offs
@@ -311,7 +208,7 @@ def test_infinities_stay_in_their_rows(recipe: Recipe | None, device: str) -> No
     for spoilt in (False, True):
         with torch.no_grad():
             leaves[0][3] = torch.inf if spoilt else 1.0
-        results.append(run(ours("gelu", recipe, device, True), leaves))
+        results.append(run(call_of("gelu", recipe, device, True), leaves))
     others = torch.arange(T) != 3
     for a, e in zip(results[1][:3], results[0][:3], strict=True):  # y, dx, d_weights
         assert_same_bits(a[others], e[others])
@@ -377,45 +274,6 @@ def test_what_is_said_of_what_one_returns(returned: Any, expected: str) -> None:
     mlp = GroupedMLP(E, H, 48, activation=Wrong())
     with pytest.raises((RuntimeError, TypeError), match=re.escape(expected)):
         mlp(torch.randn(T, H), torch.rand(T, C), chosen_experts("cpu"))
-
-
-def test_mistakes() -> None:
-    x, weights, experts = torch.randn(T, H), torch.rand(T, C), chosen_experts("cpu")
-    gate_up, down = torch.zeros(E, 2 * F, H), torch.zeros(E, H, F)
-
-    def call(gate_up: Tensor, **options: Any) -> Tensor:
-        return grouped_mlp(x, weights, experts, gate_up, down, **options)
-
-    mistakes = [
-        lambda: call(gate_up, activation=gelu),
-        lambda: call(gate_up, activation=SquaredReLU()),
-        lambda: call(gate_up[:, :F], activation=GeGLU()),
-        lambda: call(gate_up[:, :F, 16:], activation=SquaredReLU()),
-        lambda: call(
-            gate_up,
-            save_gate_up_in_fp8="fp8",  # type: ignore[arg-type]
-        ),
-        lambda: GroupedMLP(
-            E,
-            H,
-            F,
-            save_gate_up_in_fp8=1,  # type: ignore[arg-type]
-        ),
-        lambda: GroupedMLP(E, H, F, save_gate_up_in_fp8=True, recompute_gate_up=True),
-        lambda: GeGLU("sigmoid"),
-    ]
-    assert_expected_inline(
-        said(mistakes),
-        """\
-ValueError: grouped_mlp: activation must be a SwiGLU or an Activation, got <built-in function gelu>
-RuntimeError: grouped_mlp: F differs: down_proj has 80, gate_up_proj 160 without a gate
-RuntimeError: grouped_mlp: F differs: down_proj has 80, gate_up_proj 80 for gate and up
-RuntimeError: grouped_mlp: gate_up_proj must be [E, F, 144], as x has 144 features, got [5, 80, 128]
-ValueError: grouped_mlp: save_gate_up_in_fp8 must be True or False, got 'fp8'
-ValueError: GroupedMLP: save_gate_up_in_fp8 must be True or False, got 1
-ValueError: GroupedMLP: save_gate_up_in_fp8 and recompute_gate_up exclude each other
-ValueError: GeGLU: approximate must be 'none' or 'tanh', got 'sigmoid'""",
-    )
 
 
 def test_printed_layer_says_what_it_saves() -> None:

@@ -5,17 +5,92 @@ T tokens, C experts chosen for a token, E experts, H features of a token, F feat
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import gelu, relu
 
-from grouped_linear import Activation, DelayedScaling, GroupedMLP, Recipe
+from grouped_linear import (
+    Activation,
+    DelayedScaling,
+    GeGLU,
+    GroupedMLP,
+    Recipe,
+    SquaredReLU,
+    SwiGLU,
+    grouped_mlp,
+)
 from grouped_linear.recipes import DelayedScalingState
+from support import reference
 from support.compare import assert_all_same_bits
 
 E, H, F = 5, 144, 80
+
+
+@dataclass(frozen=True)
+class Sine(Activation):
+    """One of a user's own, without a gate."""
+
+    gated: ClassVar[bool] = False
+    factor: float = 2.0
+
+    def forward(self, gate_up_RG: Tensor) -> Tensor:
+        return (self.factor * gate_up_RG).sin()
+
+    def backward(self, dh_RF: Tensor, gate_up_RG: Tensor) -> Tensor:
+        return dh_RF * self.factor * (self.factor * gate_up_RG).cos()
+
+
+# What experts have between their layers, and whether they have biases.
+KINDS: dict[str, tuple[Activation, bool]] = {
+    "plain": (SwiGLU(), False),
+    "bias": (SwiGLU(), True),
+    "limit": (SwiGLU(limit=0.75), False),
+    "gpt_oss": (SwiGLU(alpha=1.702, beta=1.0, limit=1.5, interleaved=True), True),
+    "gelu": (GeGLU(), True),
+    "gelu_tanh": (GeGLU("tanh"), True),
+    "relu2": (SquaredReLU(), False),
+    "own": (Sine(), True),
+}
+
+
+def gated(gate_up: Tensor, **options: str) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu(gate, **options) * up
+
+
+# What torch computes for those that are not SwiGLU.
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gated,
+    "gelu_tanh": lambda gate_up: gated(gate_up, approximate="tanh"),
+    "relu2": lambda up: relu(up).square(),
+    "own": lambda up: (2 * up).sin(),
+}
+
+
+def function_of(kind: str) -> Callable[[Tensor], Tensor]:
+    """An activation in torch's operations."""
+    if kind in OTHERS:
+        return OTHERS[kind]
+    form = asdict(KINDS[kind][0])  # type: ignore[call-overload]
+    return lambda gate_up: reference.swiglu(gate_up, **form)
+
+
+def ours(
+    experts_TC: Tensor, recipe: Recipe | None, states: Any = None, kind: str = "plain", **more: Any
+) -> Callable[..., Tensor]:
+    """grouped_mlp of leaves, with options of its own."""
+
+    def mlp(
+        x_TH: Tensor, weight_TC: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor
+    ) -> Tensor:
+        options = {**biases_of(biases), "activation": KINDS[kind][0], **more}
+        return grouped_mlp(x_TH, weight_TC, experts_TC, gate_up, down, recipe, states, **options)
+
+    return mlp
 
 
 def leaves_of(
