@@ -551,6 +551,11 @@ def check_looked_into(rank: int, directory: Path) -> None:
     kept = routed.cumsum(0).clamp(max=T * C).diff(prepend=torch.zeros(1))  # by expert
     assert load.tokens == tuple(kept.tolist())
     assert load.dropped == routed.sum() - kept.sum()
+    for way in ("all_to_all", "all_to_all_v"):  # an empty slot has a token of no expert
+        other = spread(whole, way)
+        of_other = watch(other)
+        step(other, *(t[own(rank)] for t in data))
+        assert of_other.read().loads[0].tokens == tuple(routed.tolist())
     with pytest.raises(ValueError, match="are spread over processes of this group"):
         seen.read(dist.group.WORLD)
     seen.remove()

@@ -75,8 +75,10 @@ def test_main_grad(single_grouped_weight: bool, recipe: Recipe | None) -> None:
     assert counter.get_total_flops() == pytest.approx(2 * ONE, abs=WITHIN)
 
 
-def test_experts() -> None:
-    experts = GroupedMLP(E, K, N, recipe=Float8BlockScaling())
+@pytest.mark.parametrize("recipe", RECIPES[:2], ids=lambda r: type(r).__name__)
+def test_experts(recipe: Recipe | None) -> None:
+    """Without a recipe GEMMs gather rows."""
+    experts = GroupedMLP(E, K, N, recipe=recipe)
     x, choices = torch.randn(T, K, requires_grad=True), torch.randint(0, E, (T, 2))
     with FlopCounterMode(display=False) as counter:
         experts(x, torch.rand(T, 2), choices).sum().backward()

@@ -254,7 +254,7 @@ PACKAGE = {
         power_of_two_scales=False, amax_epsilon=2.0, share_x_scales=False, requantize_weights=True
     ),
     "bf16_wgrad": Float8BlockScaling(wgrad=BF16),
-    "current": Float8CurrentScaling(gradient_dtype=torch.float8_e5m2),
+    "current": Float8CurrentScaling(amax_epsilon=4.0, gradient_dtype=torch.float8_e5m2),
     "mx": MXFP8BlockScaling(),
 }
 LAYERS = "packed", "per_expert", "chosen", "sorted"

@@ -684,8 +684,7 @@ def test_transforms_are_refused_in_a_graph(kind: str) -> None:
 IN_REGIONS = {name: RECIPES[name] for name in ("none", "block", "mxfp8")}
 
 
-@pytest.mark.parametrize("recipe", IN_REGIONS.values(), ids=IN_REGIONS)
-@pytest.mark.parametrize("is_mlp", [False, True], ids=["layer", "mlp"])
+@pytest.mark.parametrize(("recipe", "is_mlp"), in_turn(IN_REGIONS, {"mlp": True, "layer": False}))
 def test_in_a_region_of_a_graph(is_mlp: bool, recipe: Recipe | None) -> None:
     """nested_compile_region and torch.cond take no views of a parameter as further inputs."""
     torch.manual_seed(0)

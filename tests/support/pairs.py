@@ -4,7 +4,7 @@
 A list is a dict of values by name, and a row a pytest.param with a value of each.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -34,14 +34,21 @@ def pairwise(*factors: Mapping[str, Any]) -> list[Any]:
         row = dict(min(missing))
         for i, size in enumerate(sizes):
             if i not in row:
-                row[i] = max(size, key=lambda a: (len(_new(missing, {**row, i: a})), -a))
-        missing -= _new(missing, row)
+                row[i] = max(size, key=lambda a: (len(missing & _pairs({**row, i: a})), -a))
+        missing -= _pairs(row)
         rows.append([row[i] for i in range(len(factors))])
     return [_row(factors, row) for row in sorted(rows)]
 
 
-def _new(missing: set[Any], row: dict[int, int]) -> set[Any]:
-    return {pair for pair in missing if all(row.get(i) == a for i, a in pair)}
+def _pairs(row: dict[int, int]) -> set[Any]:
+    return set(combinations(sorted(row.items()), 2))
+
+
+def one_in_ci(cases: Sequence[Any]) -> list[Any]:
+    """The first of them always, the others where pytest has --nightly."""
+    first, *others = cases
+    marked = (c if isinstance(c, tuple) else (c,) for c in others)
+    return [first, *(pytest.param(*values, marks=pytest.mark.nightly) for values in marked)]
 
 
 def _row(factors: tuple[Mapping[str, Any], ...], places: list[int]) -> Any:
