@@ -4,6 +4,7 @@
 T rows, E groups, K in_features, N out_features.
 """
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -435,13 +436,14 @@ def test_autocast_leaves_float64_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_autocast_of_low_precision_inputs(dtype: torch.dtype) -> None:
-    layer = GroupedLinear(2, 16, 32)
-    x = torch.randn(7, 16)
+    layer, x = GroupedLinear(2, 16, 32), torch.randn(7, 16)
+    expected = copy.deepcopy(layer).to(dtype)(x.to(dtype), [3, 4])
     with torch.autocast("cpu", dtype=dtype):
-        assert layer(x.to(dtype), [3, 4]).dtype == dtype
-        assert layer(x, [3, 4]).dtype == dtype
-    with torch.autocast("cpu", enabled=False):
-        assert layer(x, [3, 4]).dtype == FP32
+        for given in (x.to(dtype), x):
+            assert_same_bits(layer(given, [3, 4]), expected)
+        with torch.autocast("cpu", enabled=False):
+            inside = layer(x, [3, 4])
+    assert_same_bits(inside, layer(x, [3, 4]))
 
 
 @pytest.mark.parametrize("name", ["block", "current", "delayed", "mxfp8"])

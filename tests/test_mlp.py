@@ -590,7 +590,7 @@ def test_state_dict(bias: bool) -> None:
 
 
 def test_mistakes() -> None:
-    """test_same_mistakes.py has those that are GroupedLinear's, too."""
+    """test_layer_mistakes.py has those that are GroupedLinear's, too."""
     fitting: dict[str, Any] = {
         "x": torch.randn(4, H),
         "top_k_weights": torch.rand(4, 2),
