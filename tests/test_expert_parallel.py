@@ -8,6 +8,7 @@ features.
 import copy
 import itertools
 import textwrap
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -575,10 +576,13 @@ def check_looked_into(rank: int, directory: Path) -> None:
             DistributedDataParallel(model)
 
 
-def check_whole_experts(options: dict[str, Any], rank: int, directory: Path) -> None:
+def check_whole_experts(
+    options: dict[str, Any], compiled: Sequence[str], watched: bool, rank: int, directory: Path
+) -> None:
     """The guide's other columns: experts that FSDP2 or DistributedDataParallel has on each process.
 
-    Both processes have equal tokens, so that means over them have one process's bits.
+    Both processes have equal tokens, so that means over them have one process's bits. Compiled ones
+    are watched where `watched` says so: what watch counts takes longer to trace than the layer.
     """
     x, logits, dy = (t[:T] for t in tokens())
     whole = make(**options)
@@ -587,13 +591,14 @@ def check_whole_experts(options: dict[str, Any], rank: int, directory: Path) -> 
     of_whole = watch(whole)
     want, loads = step(whole, x, logits, dy), of_whole.read().loads
     of_whole.remove()
-    for by, how in itertools.product(("FSDP2", "DDP"), ("eager", "checkpointed", "compiled")):
+    ways = [*itertools.product(("FSDP2", "DDP"), ("eager", "checkpointed"))]
+    for by, how in (*ways, *((by, "compiled") for by in compiled)):
         layer: Any = copy.deepcopy(whole)
         if by == "FSDP2":
             fully_shard(layer, mesh=mesh())
             if device().type == "cpu":  # gloo cannot divide while it sums
                 layer.set_force_sum_reduction_for_comms(True)
-        seen, model = watch(layer), layer
+        seen, model = watch(layer) if watched or how != "compiled" else None, layer
         if how == "compiled":
             layer.forward = compile_whole(layer.forward)
         if by == "DDP":
@@ -610,9 +615,10 @@ def check_whole_experts(options: dict[str, Any], rank: int, directory: Path) -> 
             if p.grad is not None:
                 expected = want[name] if by == "DDP" else want[name].chunk(PROCESSES)[rank]
                 compare_weight_gradient(getattr(p.grad, "_local_tensor", p.grad), expected)
-        times = 1 + (how == "checkpointed")
-        (load,) = seen.read().loads
-        assert load.tokens == tuple(times * n for n in loads[0].tokens)
+        if seen is not None:
+            times = 1 + (how == "checkpointed")
+            (load,) = seen.read().loads
+            assert load.tokens == tuple(times * n for n in loads[0].tokens)
 
 
 def check_refused(rank: int, directory: Path) -> None:
@@ -769,9 +775,12 @@ CHECKS: Checks = {
     "micro_batches": check_micro_batches,
     **{f"quantized_{w}": partial(check_quantized_weight, w) for w in ("fp8", "mxfp4")},
     "looked_into": check_looked_into,
-    "whole_experts": partial(check_whole_experts, BLOCK),
-    "whole_experts_adapters": partial(check_whole_experts, {**BLOCK, "lora": Lora(8)}),
-    "whole_experts_again": partial(check_whole_experts, GATE_UP_AGAIN),
+    "whole_experts": partial(check_whole_experts, BLOCK, ("FSDP2", "DDP"), False),
+    "whole_experts_adapters": partial(
+        check_whole_experts, {**BLOCK, "lora": Lora(8)}, ("FSDP2",), False
+    ),
+    "whole_experts_again": partial(check_whole_experts, GATE_UP_AGAIN, ("DDP",), False),
+    "whole_experts_watched": partial(check_whole_experts, BLOCK, ("FSDP2", "DDP"), True),
     "copies_of_states": check_copies_of_states,
     "adapters": check_adapters,
     "meta": partial(check_meta, {}),
@@ -798,11 +807,13 @@ CHECKS: Checks = {
 ON_A_CPU = {name: check for name, check in CHECKS.items() if not name.startswith("cuda_graph")}
 
 
-# It traces for seconds, and open_sizes_all_to_all what both have.
-LONG = pytest.param("open_sizes_all_to_all_v", marks=pytest.mark.nightly)
+# They trace for many seconds, what open_sizes_all_to_all, whole_experts and test_watch.py have.
+LONG = "open_sizes_all_to_all_v", "whole_experts_watched"
 
 
-@pytest.mark.parametrize("check", [*(name for name in ON_A_CPU if name not in LONG.values), LONG])
+@pytest.mark.parametrize(
+    "check", [pytest.param(n, marks=[pytest.mark.nightly] * (n in LONG)) for n in ON_A_CPU]
+)
 def test_two_processes(check: str, passes: Passes) -> None:
     passes(check)
 

@@ -103,7 +103,7 @@ def changes(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Arguments]]:
 def other_sizes(given: Arguments, groups: list[int]) -> Iterator[Arguments]:
     """The tensors of each size, of another one: none, no multiple of 16, more, and too much."""
     sizes = {n for t in tree_leaves(given) if isinstance(t, Tensor) for n in t.shape if n > 2}
-    more = {3: groups, 16: [528]}  # past the most that there may be of groups, and the rank
+    more = {3: groups, 16: [512, 528]}  # past the most that there may be; the most, and past it
     for size in sorted(sizes):
         for new in (0, size - 8 if size > 8 else 2, size + 16, *more.get(size, ())):
             resized = {n: with_size(value, size, new) for n, value in given.items()}
