@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 
-from grouped_linear import (
-    Float8BlockScaling,
-    GeGLU,
-    GroupedMLP,
-    Recipe,
-    SwiGLU,
-    ops,
-)
+from grouped_linear import Float8BlockScaling, GeGLU, GroupedMLP, Recipe, SwiGLU, ops
 from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.ops.activation import GELU_TANH
 from support.calls import Calls

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import convergence, gradient_error, python_source
-from benchmarks.convergence_report import (
-    LABELS,
-    Interval,
-    Record,
-    recorded,
-    runs_of,
-    table,
-)
+from benchmarks.convergence_report import LABELS, Interval, Record, recorded, runs_of, table
 from support.programs import write_programs
 
 pytest.importorskip("transformers", minversion="5.23")

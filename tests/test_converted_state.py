@@ -35,15 +35,7 @@ from support.experts import GroupedExperts
 from support.fresh import assert_fresh
 from support.hugging_face import tiny
 from support.layers import through_pickle
-from support.processes import (
-    CHECK_SECONDS,
-    PROCESSES,
-    Checks,
-    Passes,
-    device,
-    join,
-    started,
-)
+from support.processes import CHECK_SECONDS, PROCESSES, Checks, Passes, device, join, started
 
 E4M3 = torch.float8_e4m3fn
 E, H, F = 3, 32, 64  # experts do not divide by processes

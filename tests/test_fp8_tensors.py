@@ -19,12 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import FineGrainedFP8Config
 
-from grouped_linear import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    GroupedMLP,
-    convert,
-)
+from grouped_linear import Float8BlockScaling, Float8CurrentScaling, GroupedMLP, convert
 from support.compare import assert_same_bits, assert_same_tensors
 from support.errors import sentence
 from support.hugging_face import tiny

@@ -18,13 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import dropout, gelu, relu, silu
 from torch.nn.utils import parametrizations, prune
 
-from grouped_linear import (
-    DelayedScaling,
-    Float8BlockScaling,
-    GroupedLinear,
-    GroupedMLP,
-    Recipe,
-)
+from grouped_linear import DelayedScaling, Float8BlockScaling, GroupedLinear, GroupedMLP, Recipe
 from support.compare import assert_same_bits, assert_same_tensors
 from support.errors import sentence
 from support.experts import Expert

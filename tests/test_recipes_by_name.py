@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from grouped_linear import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    convert,
-)
+from grouped_linear import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, convert
 from grouped_linear.integrations.experts import experts_of
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_bits

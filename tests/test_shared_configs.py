@@ -14,10 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
-)
+from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from grouped_linear import Float8BlockScaling, convert
 from grouped_linear.integrations.transformers import register

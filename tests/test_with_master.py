@@ -25,13 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch._dynamo.testing import AotEagerAndRecordGraphs
@@ -40,13 +34,7 @@ from torch.nn.utils import parameters_to_vector, parametrize, vector_to_paramete
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from grouped_linear import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    GroupedLinear,
-    Recipe,
-)
+from grouped_linear import Float8BlockScaling, Float8CurrentScaling, Format, GroupedLinear, Recipe
 from grouped_linear.quantized import with_master
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Layouts, Operands

@@ -19,13 +19,7 @@ pytest.importorskip("peft")
 import peft
 
 from grouped_linear.integrations.peft import for_packed_experts, use_grouped_adapters
-from support.adapters import (
-    assert_close,
-    config_of,
-    model_of,
-    results,
-    weights_of,
-)
+from support.adapters import assert_close, config_of, model_of, results, weights_of
 from support.trainer import losses, trainer_of
 
 

@@ -14,13 +14,7 @@ from support import reference
 from support.op_info import Output, Outputs, Sample
 from support.reference import Scaling
 from support.tensors import FP32
-from support.tolerances import (
-    ROUNDING,
-    bias_grad_tolerance,
-    rounded,
-    scaled_tolerance,
-    tolerance,
-)
+from support.tolerances import ROUNDING, bias_grad_tolerance, rounded, scaled_tolerance, tolerance
 
 FORM = ("alpha", "beta", "limit", "interleaved", "cubic")
 

@@ -11,15 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grouped_linear import (
-    GeGLU,
-    GroupedLinear,
-    GroupedMLP,
-    Lora,
-    Recipe,
-    SquaredReLU,
-    SwiGLU,
-)
+from grouped_linear import GeGLU, GroupedLinear, GroupedMLP, Lora, Recipe, SquaredReLU, SwiGLU
 from support.layers import with_numbers_in_adapters
 from support.recipes import MORE_RECIPES
 

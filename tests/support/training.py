@@ -18,14 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from grouped_linear import (
-    DelayedScaling,
-    GroupedLinear,
-    GroupedMLP,
-    Recipe,
-    ops,
-    update_scales,
-)
+from grouped_linear import DelayedScaling, GroupedLinear, GroupedMLP, Recipe, ops, update_scales
 from grouped_linear.recipes import DelayedScalingState
 from support.compare import assert_all_same_bits
 from support.groups import experts_of

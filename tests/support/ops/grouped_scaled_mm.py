@@ -14,14 +14,7 @@ from support import reference, variants
 from support.groups import Groups
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
 from support.operands import bias, gathered_before, gathering, low_rank
-from support.tensors import (
-    BF16,
-    FP32,
-    per_group_rows,
-    per_group_weight,
-    quantized_rows,
-    weight,
-)
+from support.tensors import BF16, FP32, per_group_rows, per_group_weight, quantized_rows, weight
 
 
 def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
