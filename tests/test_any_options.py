@@ -4,8 +4,9 @@
 Options meet here that no other test brings together. The first run of such a test found that two
 experts of a parameter each did not compile where nothing needs a gradient.
 
-Each test draws 3 layers for each way to call them; a compiled one takes a second or two.
-`pytest --hypothesis-profile=many tests/test_any_options.py` draws 30.
+Each test draws 3 layers for each way to call them, compiled ones by night: these take a second or
+two each, and test_training.py and test_mlp_training.py compile every option in turn.
+`pytest --nightly --hypothesis-profile=many tests/test_any_options.py` draws 30.
 
 T rows, E groups, K in_features, N out_features.
 """
@@ -45,7 +46,9 @@ ACTIVATION = strategies.sampled_from(
     [SwiGLU(), SwiGLU(1.702, 1.0, 7.0, interleaved=True), GeGLU("tanh"), SquaredReLU()]
 )
 YES_OR_NO = strategies.booleans()
-EVERY_WAY = pytest.mark.parametrize("way", ["eager", "checkpoint", "compiled"])
+EVERY_WAY = pytest.mark.parametrize(
+    "way", ["eager", "checkpoint", pytest.param("compiled", marks=pytest.mark.nightly)]
+)
 few = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 10)
 Draw = Callable[[strategies.SearchStrategy[Any]], Any]
 

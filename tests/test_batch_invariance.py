@@ -39,6 +39,7 @@ from support.compare import assert_same_bits, bits
 from support.devices import needs_gpu
 from support.errors import sentence
 from support.experts import GroupedExperts
+from support.pairs import one_in_ci
 from support.tensors import BF16, DTYPES
 from support.versions import skipping_for_old_transformers
 
@@ -222,7 +223,7 @@ def test_linear(way: Layer, device: str, data: strategies.DataObject) -> None:
     assert_same_bits(way(other, x, sizes)[places], expected)
 
 
-@pytest.mark.parametrize("activation", [SwiGLU(), GeGLU("tanh")], ids=str)
+@pytest.mark.parametrize("activation", one_in_ci([SwiGLU(), GeGLU("tanh")]), ids=str)
 def test_inductor_has_the_bits_of_eager(activation: Any, device: str) -> None:
     """In the same batch; the other tests compile without Inductor, which takes its time."""
     form: dict[str, Any] = {"activation": activation, "device": device, "dtype": BF16}
