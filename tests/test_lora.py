@@ -39,7 +39,7 @@ from grouped_linear.quantized.frozen import dequantize_blocks
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support import reference
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import DEVICES, needs_gpu
+from support.devices import needs_gpu
 from support.errors import said
 from support.layers import with_numbers_in_adapters
 from support.mlp import E, F, H, near, run, truth
@@ -163,7 +163,6 @@ def in_double(results: list[Tensor]) -> list[Tensor]:
     return [t.double().cpu() for t in results]
 
 
-@DEVICES
 @pytest.mark.parametrize("which", ADAPTED)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", STATELESS.values(), ids=STATELESS)
@@ -180,7 +179,6 @@ def test_expert_layer(recipe: Recipe | None, kind: str, which: str, device: str)
     near(actual, in_double(expected), tolerance)
 
 
-@DEVICES
 @pytest.mark.parametrize("rank", [1, 16, 40, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_materialized_weight(dtype: torch.dtype, rank: int, device: str) -> None:
@@ -248,7 +246,6 @@ def dequantized(t: GroupedTensorWithMaster) -> Tensor:
     return dequantize_blocks(t.q, t.scale, t.dtype)
 
 
-@DEVICES
 @pytest.mark.parametrize("rank", [1, 16, 40])
 def test_over_quantized_base(rank: int, device: str) -> None:
     """Over frozen FP8 weights: outputs and gradients within bf16's rounding of float64's."""
@@ -267,7 +264,6 @@ def test_over_quantized_base(rank: int, device: str) -> None:
     near(actual, grads_over_quantized_base(plain, dy), 2.5e-3 if device == "cpu" else 7e-3)
 
 
-@DEVICES
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("drop", [0.0, 0.4])
 def test_linear_layer(drop: float, recipe: Recipe | None, device: str) -> None:
@@ -296,7 +292,6 @@ def test_linear_layer(drop: float, recipe: Recipe | None, device: str) -> None:
     near(run(call, leaves), in_double(run(parts, leaves)), tolerance)
 
 
-@DEVICES
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
 def test_dropout_of_expert_layer(recipe: Recipe | None, device: str) -> None:
     """Both adapters drop their own input's features, and outputs and gradients drop the same."""
@@ -326,7 +321,6 @@ def learning(mlp: GroupedMLP) -> list[str]:
     return [name for name, p in mlp.named_parameters() if p.requires_grad]
 
 
-@DEVICES
 @pytest.mark.parametrize("weights", [None, "fp8", "both"])
 def test_frozen_base_costs_nothing(weights: Any, device: str) -> None:
     """Only adapters learn, no weight gradient is computed, and nothing is kept for one."""
@@ -392,7 +386,6 @@ def alone(
     return grads, widths, sum(t.dim() == 3 for t in kept)
 
 
-@DEVICES
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
 @pytest.mark.parametrize("name", KEPT)
 def test_one_learns(name: str, recipe: Recipe | None, device: str) -> None:
@@ -406,7 +399,6 @@ def test_one_learns(name: str, recipe: Recipe | None, device: str) -> None:
     assert kept == KEPT[name]
 
 
-@DEVICES
 @pytest.mark.parametrize("name", KEPT_OF_LINEAR)
 def test_one_learns_in_linear_layer(name: str, device: str) -> None:
     """The same of one layer. For a bias alone no adapter is kept."""
@@ -419,7 +411,6 @@ def test_one_learns_in_linear_layer(name: str, device: str) -> None:
     assert of_weights == {"x": 3, "bias": 0, "weight": 0}.get(name, 2)  # W, A and B for dx
 
 
-@DEVICES
 def test_gradients_in_float32(device: str) -> None:
     """Gradients of adapters in float32 are not rounded to the activations' bfloat16."""
     mlp = learned(GroupedMLP(E, H, F, lora=Lora(8, dtype=FP32), dtype=BF16, device=device))
@@ -432,7 +423,6 @@ def test_gradients_in_float32(device: str) -> None:
         assert not torch.equal(p.grad, p.grad.bfloat16().float())
 
 
-@DEVICES
 def test_factors_are_dense(device: str) -> None:
     """Several GEMMs read A and B: other strides are copied once."""
     a, b = torch.randn(E, H, 16).mT.to(device), torch.randn(F, 16, E).permute(2, 0, 1).to(device)
@@ -453,7 +443,6 @@ def test_scaling_in_graph() -> None:
     assert counter.frame_count == 2  # torch makes a float a variable once it has changed
 
 
-@DEVICES
 @pytest.mark.parametrize("max_rows", [None, 60])
 def test_dropout_of_routed_rows(max_rows: int | None, device: str) -> None:
     """Tokens' rows drop features of h as rows that come sorted, where memory is bounded, too."""
@@ -479,7 +468,6 @@ def test_dropout_of_routed_rows(max_rows: int | None, device: str) -> None:
     near(run(routed, leaves), in_double(run(composed, leaves)), 1e-5)
 
 
-@DEVICES
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
 def test_rows_of_no_expert(recipe: Recipe | None, device: str) -> None:
     """They may hold NaN: outputs are zero there, gradients of everything are finite."""
@@ -494,7 +482,6 @@ def test_rows_of_no_expert(recipe: Recipe | None, device: str) -> None:
     assert all(t.isfinite().all() for t in (y, dx, *rest))
 
 
-@DEVICES
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
 def test_ways_to_call(recipe: Recipe | None, device: str) -> None:
     """Compiled whole once for any routing, checkpointed, and in eager mode: the same bits."""
@@ -544,7 +531,6 @@ def test_cuda_graph(weights: Any) -> None:
             torch.testing.assert_close(a, e, rtol=2e-2, atol=2e-2)
 
 
-@DEVICES
 def test_autocast(device: str) -> None:
     """Under autocast the adapter computes in its dtype, and its gradient has its own."""
     layer = GroupedLinear(E, 64, 32, lora=Lora(8), device=device)

@@ -29,7 +29,6 @@ from grouped_linear import (
 )
 from grouped_linear.integrations.convert import ConvertedExperts
 from support.compare import assert_all_same_bits, assert_same_bits, assert_same_tensors
-from support.devices import DEVICES
 from support.errors import sentence
 from support.experts import FusedGroupedExperts, GptOssGroupedExperts, GroupedExperts
 from support.processes import PROCESSES, Checks, Passes
@@ -88,7 +87,6 @@ def model_of(kind: str, device: str, dtype: torch.dtype = FP32) -> nn.Module:
     return nn.Sequential(nn.Linear(H, H), MODELS[kind][0]()).to(device, dtype)
 
 
-@DEVICES
 @EVERY_MODEL
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_outputs_and_gradients(kind: str, dtype: torch.dtype, device: str) -> None:
@@ -103,7 +101,6 @@ def test_outputs_and_gradients(kind: str, dtype: torch.dtype, device: str) -> No
     check_near(run(model, x), expected, 2.0**-6)  # grouped_mm's experts round to bf16
 
 
-@DEVICES
 @EVERY_MODEL
 @pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
 def test_recipes(kind: str, recipe: Recipe | None, device: str) -> None:

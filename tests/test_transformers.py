@@ -41,7 +41,6 @@ from grouped_linear.quantized.frozen import dequantize_blocks
 from support import reference
 from support.calls import Calls
 from support.commands import run
-from support.devices import DEVICES
 from support.documents import models
 from support.hugging_face import FAMILIES, AnyConfig, model_of, tiny, tokens
 from support.processes import PROCESSES, Checks, Passes
@@ -100,14 +99,12 @@ def results(
     return [*found, train(model, model, ids)]
 
 
-@DEVICES
 @EVERY_FAMILY
 def test_logits_and_gradients(family: str, device: str) -> None:
     error = errors(*results(family, device, "grouped_linear"))
     assert max(error.values()) < 1e-5, error  # the same products, sums of tens in another order
 
 
-@DEVICES
 @EVERY_FAMILY
 @pytest.mark.parametrize(
     "kind", [{"dtype": BF16}, {"autocast": True}], ids=["parameters", "autocast"]
@@ -123,7 +120,6 @@ def test_bfloat16(family: str, kind: dict[str, Any], device: str) -> None:
         assert error < 2 * own[name] + 2.0**-7, name
 
 
-@DEVICES
 @EVERY_FAMILY
 def test_fp8(family: str, device: str) -> None:
     """A product of e4m3 operands is off by 4% of its norm (test_layer.py).
@@ -171,7 +167,6 @@ def test_other_gates_are_heeded(where: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # One of each form of the experts: the others have Mixtral's, or GPT-OSS's transposed weights.
-@DEVICES
 @pytest.mark.parametrize(
     "family", [f for f in FAMILIES if f not in ("qwen3_moe", "deepseek_v3", "aria")]
 )
@@ -188,7 +183,6 @@ def test_compiled_in_one_graph(family: str, device: str) -> None:
     assert counter.frame_count == 1
 
 
-@DEVICES
 def test_inductor(device: str) -> None:
     model, ids = model_of("mixtral", device), tokens(device, 3, 7)
     model.set_experts_implementation("grouped_linear_fp8")
@@ -198,7 +192,6 @@ def test_inductor(device: str) -> None:
     assert max(error.values()) < 2.0**-4, error
 
 
-@DEVICES
 @EVERY_FAMILY
 def test_generates(family: str, device: str) -> None:
     model = model_of(family, device).eval()
@@ -221,7 +214,6 @@ def test_named_where_the_model_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("family", "compiled"),
     [*((family, False) for family in FAMILIES if family not in NOT_IN_FP8), ("mixtral", True)],
@@ -268,7 +260,6 @@ def in_fp8(model: nn.Module, experts: Any, device: str) -> tuple[Any, list[Tenso
     return copied, weights
 
 
-@DEVICES
 @pytest.mark.parametrize(
     ("family", "compiled"),
     [*((family, False) for family in FAMILIES), ("gpt_oss", True)],
@@ -332,7 +323,6 @@ def test_both_precisions_save_as_plain_weights(tmp_path: Any) -> None:
         assert torch.equal(both[name], t), name
 
 
-@DEVICES
 @pytest.mark.parametrize(("act", "compiled"), [("silu", True), ("silu", False), ("gelu", False)])
 def test_a_checkpoint_in_fp8(compiled: bool, act: str, device: str) -> None:
     """Its weights are read as they are; the library's own kernels for them need a GPU."""
@@ -418,7 +408,6 @@ def compute(experts: Any, name: str, leaves: list[Tensor], chosen: Tensor) -> di
     return dict(enumerate((y.detach(), *gradients)))
 
 
-@DEVICES
 @pytest.mark.parametrize(("module", "name"), list(every_experts_class()))
 def test_every_experts_class_of_the_library(module: str, name: str, device: str) -> None:
     """Alone, without a model around; a class that asks for more than AnyConfig has is left out.
@@ -500,7 +489,6 @@ OTHER_ACTIVATIONS = {
 }
 
 
-@DEVICES
 @pytest.mark.parametrize("name", OTHER_ACTIVATIONS)
 def test_other_activations_are_of_one_layer(name: str, device: str) -> None:
     """As SwiGLU is: gate_up is all that is kept of rows, in FP8 where that is asked for."""

@@ -37,7 +37,7 @@ from grouped_linear.parallel import ExpertParallel
 from grouped_linear.recipes.recipe import ROLES
 from support import reference
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import devices, needs_gpu
+from support.devices import HERE, needs_gpu
 from support.errors import sentence
 from support.experts import FusedGroupedExperts, GroupedExperts
 from support.formats import composed
@@ -51,7 +51,6 @@ from support.watched import COUNTS, layers, loss_of, mixtral
 E, K, N, F, C = 5, 128, 272, 144, 2
 SPLITS = (40, 0, 131, 3, 60)
 T = sum(SPLITS) + 6
-DEVICES = devices("grouped_scaled_mm")
 
 
 def linear(recipe: Recipe | None, where: str, dtype: torch.dtype = BF16, **options: Any) -> Any:
@@ -204,7 +203,7 @@ def extremes(t: Tensor) -> Tensor:
     return t
 
 
-@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("where", HERE)
 @pytest.mark.parametrize(
     ("most", "turn", "dtype", "changed"),
     [(4, 1, BF16, False), (4, 7, FP32, True), (1, 2, BF16, True), (None, 3, BF16, True)],
@@ -239,7 +238,7 @@ def test_numbers_of_a_linear_layer(
     assert name != "saturated" or by_role["input"][:, COLUMNS.index("saturated")].sum() > 0
 
 
-@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("where", HERE)
 @pytest.mark.parametrize("name", RECIPES)
 def test_numbers_of_an_mlp(name: str, where: str) -> None:
     """Its two projections count what two linear layers of the same rows do."""
@@ -273,7 +272,7 @@ def test_numbers_of_an_mlp(name: str, where: str) -> None:
     assert_near(read[1, 2], beside.read()[0, 2])
 
 
-@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("where", HERE)
 @pytest.mark.parametrize("name", ["block", "current", "mxfp8"])
 def test_a_format_of_a_users_own(name: str, where: str) -> None:
     """The same numbers of a function as of the format that it composes, d_gate_up's among them."""
@@ -288,7 +287,7 @@ def test_a_format_of_a_users_own(name: str, where: str) -> None:
     assert_near(*found)
 
 
-@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("where", HERE)
 def test_shared_scales(where: str) -> None:
     """Blocks of 128 rows whose features are far apart, and near."""
     torch.manual_seed(0)
@@ -370,7 +369,7 @@ def case(kind: str, recipe: Recipe | None, where: str, **options: Any) -> tuple[
     return mlp(recipe, where, **more, **options), x, (weights, chosen)
 
 
-@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("where", HERE)
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_bits_flag_and_compiled_graphs(name: str, kind: str, where: str) -> None:
@@ -427,7 +426,7 @@ def test_weights_that_are_kept_transposed(recipe: Recipe, compiled: bool) -> Non
     assert len(read[0]) == 2
 
 
-@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("where", HERE)
 @pytest.mark.parametrize(
     ("options", "kind", "compiled"),
     pairwise(

@@ -4,8 +4,6 @@
 import pytest
 import torch
 
-from support.ops import OPS
-
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 try:
     from grouped_linear._host import CUDA_VERSION  # None where no CUDA compiler was found
@@ -23,12 +21,3 @@ def device(request: pytest.FixtureRequest) -> str:
     """A test that has this argument runs on the CPU and, where there is one, on a GPU."""
     name: str = request.param
     return name
-
-
-# For the modules that parametrize it themselves.
-DEVICES = pytest.mark.parametrize("device", HERE)
-CUDA_OPS = {*OPS} if GPUS else set()
-
-
-def devices(*ops: str) -> list[str]:
-    return HERE
