@@ -203,6 +203,9 @@ def test_a_weight_stored_as_its_transpose(
         with torch.no_grad():
             y = grouped_linear(x, w_ENK, m_splits, None, recipe, state_for(recipe, E, device))
         assert_same_bits(y, results[-1][0])
+        with saved_tensors() as kept:  # for wgrad alone
+            grouped_linear(x, w_ENK, m_splits, None, recipe, state_for(recipe, E, device))
+        assert not any(t.dim() == 3 and t.numel() == stored.numel() for t in kept)
     (*transposed, transposed_dw), (*copied, copied_dw) = results
     torch_multiplies = recipe is None and device == "cpu"  # some CPUs add in another order then
     for actual, expected in zip(transposed, copied, strict=True):
