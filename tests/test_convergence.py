@@ -204,7 +204,7 @@ def test_gradients_lie_as_far_from_the_exact_ones_as_their_formats_say(
 ) -> None:
     monkeypatch.setattr(gradient_error, "corpus", lambda vocabulary, text: data)
     modes = ["bf16", "fp8", "e5m2_grad_output"]
-    small = ["--scale", "tiny", "--tokens", "1280", "--batches", "2", "--no-compile"]
+    small = ["--scale", "tiny", "--tokens", "1280", "--batches", "4", "--no-compile"]
     gradient_error.main(
         [*small, "--device", "cpu", "--output-dir", str(tmp_path), "--modes", *modes]
     )
@@ -214,9 +214,9 @@ def test_gradients_lie_as_far_from_the_exact_ones_as_their_formats_say(
         line[0].strip(): float(line[1]) for line in lines if len(line) == 5 and "." in line[1]
     }
     bf16, fp8, e5m2 = (of_batch[LABELS[mode]] for mode in modes)
-    # Rounding sends some tokens to other experts, so numbers depend on the text. Three texts gave
-    # 3.1 to 4.5, 6.3 to 8.8, 8.2 to 10.5, and 87 to 92 percent.
-    assert 1.4 * bf16 < fp8 < e5m2 < 15 < 60 < of_batch["another batch"]
+    # Rounding sends some tokens to other experts, so numbers depend on the text and the processor:
+    # with AVX-512 BF16 4.9, 6.9, 8.9 and 80 percent, without it 3.8, 5.6, 8.5 and 80.
+    assert 1.2 * bf16 < fp8 < e5m2 < 15 < 60 < of_batch["another batch"]
 
 
 def test_distances_of_gradients() -> None:
