@@ -21,11 +21,9 @@ from grouped_linear.recipes.format import ROWWISE, call_without_writes
 from grouped_linear.recipes.quantize import (
     GradFormats,
     SwigluGradOf,
-    SwigluGradOperands,
     SwigluOf,
     quantize,
     quantize_grads,
-    quantize_swiglu_grad,
 )
 
 
@@ -118,33 +116,32 @@ def grads_of_gate_up(
     activation: Activation,
     formats: GradFormats,
     keep: bool,
-) -> tuple[SwigluGradOperands, Tensor | None, Tensor | None]:
+) -> tuple[tuple[Operands, Operands, Tensor], Tensor | None, Tensor | None]:
     """Compute the second layer's dgrad and the activation's gradient, in one kernel if one exists.
 
     ``dgrad`` is of the gradient of the unweighted output, to whose product ``more_dh_RF`` is added.
-    ``weight_R`` weighs each row's output, in float32. The operands of ``formats`` come first; with
-    ``keep`` the gradient of gate_up itself and the weighted h follow, which else may be None.
+    ``weight_R`` weighs each row's output, in float32. The results of :func:`quantize_grads` come
+    first; with ``keep`` the gradient of gate_up itself and the weighted h follow, else None.
     """
     offs_E, form = dgrad.offs_E, activation.swiglu
+    grads: ops.SwigluGrad | SwigluGradOf
     if form is not None and more_dh_RF is None and dgrad.has_swiglu_kernel:
         dy: Any = dgrad.operands.rowwise
         given = dy, dgrad.b, gate_up_RG, weight_R, offs_E, dgrad.operands.rows
         grads = ops.grouped_mm_swiglu_grad(*given, activation=form)
-        made = quantize_grads(grads, offs_E, formats)
-        return (made, *grads[:2]) if keep else (made, None, None)
-    dh_RF = dgrad.compute()
-    if more_dh_RF is not None:
-        dh_RF = dh_RF + more_dh_RF
-    if form is not None and not keep:
-        source = SwigluGradOf(dh_RF, gate_up_RG, weight_R, form)
-        return quantize_swiglu_grad(source, offs_E, formats), None, None
-    if form is not None:
-        grads = ops.swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form)
     else:
-        grads = _grad(activation, dh_RF, gate_up_RG, weight_R)
-    del dh_RF  # lowers the peak memory of an eager step
+        dh_RF = dgrad.compute()
+        if more_dh_RF is not None:
+            dh_RF = dh_RF + more_dh_RF
+        if form is None:
+            grads = _grad(activation, dh_RF, gate_up_RG, weight_R)
+        elif keep:
+            grads = ops.swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form)
+        else:
+            grads = SwigluGradOf(dh_RF, gate_up_RG, weight_R, form)
+        del dh_RF  # lowers the peak memory of an eager step
     made = quantize_grads(grads, offs_E, formats)
-    return (made, *grads[:2]) if keep else (made, None, None)
+    return (made, grads[0], grads[1]) if keep else (made, None, None)
 
 
 def weighted_h(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from grouped_linear.recipes import Recipe
 from grouped_linear.recipes.format import Device, WeightList
-from grouped_linear.recipes.weight import QuantizedWeight, check_stores, new_weight
+from grouped_linear.recipes.weight import QuantizedWeight, new_weight, stores
 
 
 class WeightCache(nn.Module):
@@ -39,7 +39,11 @@ class WeightCache(nn.Module):
 
     def __init__(self, recipe: Recipe, E: int, N: int, K: int, device: Device) -> None:
         super().__init__()
-        check_stores(type(recipe).__name__, recipe.weight)
+        if not stores(recipe.weight):
+            raise ValueError(
+                f"{type(recipe).__name__}: cache_weights=True stores weights in this package's "
+                f"scaled formats, got {recipe.weight!r}: leave cache_weights out"
+            )
         self.recipe, self._in_graphs = recipe, False
         with torch.inference_mode(False):
             self._keep(new_weight(recipe.weight, E, N, K, device))

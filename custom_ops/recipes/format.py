@@ -251,6 +251,10 @@ class Format:
         """The options of quantizing ops. Hot paths name both: a dict takes half a microsecond."""
         return {"amax_epsilon": self.epsilon, "power_of_two_scales": self.power_of_two_scales}
 
+    def scale_and_amax(self, again: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Delayed scaling's scale, and the amax to record in, unless the tensor was seen before."""
+        return self.state.scale, self.state.amax if self.records and not again else None
+
     @property
     def reads_any_dtype(self) -> bool:
         """Whether a weight in this format may have another dtype than x.

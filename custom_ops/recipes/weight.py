@@ -65,44 +65,53 @@ def quantize_weight(weights: WeightList, format: Format, layouts: Layouts) -> Op
 
     The rowwise operand may be there in any case.
     """
-    is_list = weights[0].dim() == 2
-    if format.quantize is not None:
-        w_ENK = torch.stack(weights) if is_list else weights[0]
-        return format.by_function(w_ENK, None, layouts)
-    if format.scaling is None:
+    is_list, rowwise, columnwise = weights[0].dim() == 2, layouts.rowwise, layouts.columnwise
+    if format.scaling is None and format.quantize is None:
         cast = weights if format.dtype is None else tuple(w.to(format.dtype) for w in weights)
         w = cast if is_list else cast[0]
-        return Operands(w, None, w if layouts.columnwise else None)
+        return Operands(w, None, w if columnwise else None)
+    options = format.scale_options
     if format.scaling == "block" and is_list:
-        of_list = ops.quantize_weight_list(
-            weights,
-            amax_epsilon=format.epsilon,
-            power_of_two_scales=format.power_of_two_scales,
-            columnwise=layouts.columnwise,
-        )
-        return with_shared_scale(*of_list)
+        made = ops.quantize_weight_list(weights, columnwise=columnwise, **options)
+        return with_shared_scale(*made)
     # Ops that refresh read E tensors in place, and MXFP8 has no other op for a weight. A dispatch
     # mode, as selective activation checkpointing is, may store an op's results and skip the op in
     # the recomputation. An op that fills tensors returns nothing to store: skipped, it would leave
     # new tensors unfilled.
     in_mode = not torch.compiler.is_compiling() and is_in_torch_dispatch_mode()
-    if (is_list or format.scaling == "mx") and not in_mode:
+    if format.quantize is None and (is_list or format.scaling == "mx") and not in_mode:
         *_, N, K = weights[0].shape
         E = len(weights) if is_list else len(weights[0])
-        quantized = new_weight(format, E, N, K, weights[0].device, layouts.columnwise)
+        quantized = new_weight(format, E, N, K, weights[0].device, columnwise)
         refresh_weight_(quantized, weights, format, None)
-        return quantized.operands(layouts.columnwise)
+        return quantized.operands(columnwise)
     w_ENK = torch.stack(weights) if is_list else weights[0]
-    if format.scaling == "mx":
-        return _round_mx(w_ENK, layouts.columnwise)
+    if format.quantize is not None:
+        return format.by_function(w_ENK, None, layouts)
     if format.scaling == "delayed":
-        state = format.state
-        assert state is not None
-        amax = state.amax if format.records else None
-        return with_shared_scale(
-            *ops.quantize_weight_delayed(w_ENK, state.scale, amax, columnwise=layouts.columnwise)
+        of_state = ops.quantize_weight_delayed(
+            w_ENK, *format.scale_and_amax(), columnwise=columnwise
         )
-    return _as_stored(w_ENK, format, layouts)
+        return with_shared_scale(*of_state)
+    if format.scaling == "mx":  # E groups of N rows, so blocks for dgrad run along N in an expert
+        E, N, K = w_ENK.shape
+        ends_E = torch.arange(N, E * N + 1, N, dtype=torch.int32, device=w_ENK.device)
+        rounded = ops.group_round_mx(w_ENK.reshape(E * N, K), ends_E, columnwise=columnwise)
+        x, x_t = (None if t is None else t.view(E, N, K) for t in rounded[:2])
+        return Operands(x, None, x_t)
+    # As it is stored, [E, N, K] or [E, K, N]. Blocks are squares or whole experts, so both layouts
+    # have the same scales. With scales of groups rowwise is always there.
+    quantize: Callable[..., Any] = ops.quantize_weight_current
+    transposed = is_transposed(w_ENK)
+    if format.scaling == "block":
+        quantize = ops.quantize_weight
+        options["rowwise"] = columnwise if transposed else rowwise
+    if not transposed:
+        return with_shared_scale(*quantize(w_ENK, columnwise=columnwise, **options))
+    q_t, scale, q = quantize(w_ENK.mT, columnwise=rowwise, **options)
+    if scale.dim() == 3:
+        scale = scale.mT.contiguous()
+    return with_shared_scale(q if rowwise else None, scale, q_t if columnwise else None)
 
 
 def weight_for_dgrad(columnwise: Values, scale: Tensor | None, format: Format) -> Operands:
@@ -121,15 +130,6 @@ def weight_for_dgrad(columnwise: Values, scale: Tensor | None, format: Format) -
 def stores(format: Format) -> bool:
     """Whether a weight in this format differs from the parameter and can be stored."""
     return format.quantize is None and format.scaling is not None
-
-
-def check_stores(owner: str, format: Format) -> None:
-    """Raise ValueError for a format in which no weight can be stored between calls."""
-    if not stores(format):
-        raise ValueError(
-            f"{owner}: cache_weights=True stores weights in this package's scaled formats, got "
-            f"{format!r}: leave cache_weights out"
-        )
 
 
 def new_weight(
@@ -186,55 +186,12 @@ def refresh_weight_(
         for part, numbers in zip(quantized, _by_function(weights[0], format), strict=True):
             if part is not None and numbers is not None:
                 part.copy_(numbers)
-        return
-    if format.scaling == "mx":
+    elif scale is None:
         ops.refresh_weight_mx_(values, columnwise, weights, refresh)
-        return
-    assert scale is not None
-    if format.scaling == "delayed":
-        state = format.state
-        assert state is not None
-        amax = state.amax if format.records else None
-        ops.refresh_weight_delayed_(values, scale, columnwise, amax, weights, state.scale, refresh)
-        return
-    refresh_ = ops.refresh_weight_ if format.scaling == "block" else ops.refresh_weight_current_
-    refresh_(
-        values,
-        scale,
-        columnwise,
-        weights,
-        refresh,
-        amax_epsilon=format.epsilon,
-        power_of_two_scales=format.power_of_two_scales,
-    )
-
-
-def _as_stored(w_ENK: Tensor, format: Format, layouts: Layouts) -> Operands:
-    """Quantize a weight in the layout in which it is stored, [E, N, K] or [E, K, N].
-
-    Its blocks are squares or whole experts, so both layouts have the same scales.
-    """
-    rowwise, columnwise = layouts.rowwise, layouts.columnwise
-    options = format.scale_options
-    in_blocks = format.scaling == "block"  # scales of groups: rowwise always
-    quantize: Callable[..., Any] = ops.quantize_weight if in_blocks else ops.quantize_weight_current
-    if not is_transposed(w_ENK):
-        if in_blocks:
-            options["rowwise"] = rowwise
-        return with_shared_scale(*quantize(w_ENK, columnwise=columnwise, **options))
-    if in_blocks:
-        options["rowwise"] = columnwise
-    q_t, scale, q = quantize(w_ENK.mT, columnwise=rowwise, **options)
-    if in_blocks:
-        scale = scale.mT.contiguous()
-    return with_shared_scale(q if rowwise else None, scale, q_t if columnwise else None)
-
-
-def _round_mx(w_ENK: Tensor, columnwise: bool) -> Operands:
-    """A weight is E groups of N rows, so its blocks for dgrad run along N inside an expert."""
-    E, N, K = w_ENK.shape
-    ends_E = torch.arange(N, E * N + 1, N, dtype=torch.int32, device=w_ENK.device)
-    w = ops.group_round_mx(w_ENK.reshape(E * N, K), ends_E, columnwise=columnwise)
-    assert w.x_rowwise is not None
-    columnwise_ENK = None if w.x_columnwise is None else w.x_columnwise.view(E, N, K)
-    return Operands(w.x_rowwise.view(E, N, K), None, columnwise_ENK)
+    elif format.scaling == "delayed":
+        own, amax = format.scale_and_amax()
+        ops.refresh_weight_delayed_(values, scale, columnwise, amax, weights, own, refresh)
+    else:
+        in_blocks = format.scaling == "block"
+        refresh_ = ops.refresh_weight_ if in_blocks else ops.refresh_weight_current_
+        refresh_(values, scale, columnwise, weights, refresh, **format.scale_options)
