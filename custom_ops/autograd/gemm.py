@@ -51,22 +51,25 @@ class Gemm(NamedTuple):
     @property
     def b(self) -> Any:
         """The weight's numbers as they are stored, [E, N, K]."""
-        return self.weight[0] if self.is_fprop else self.weight[2]
+        return self.weight.rowwise if self.is_fprop else self.weight.columnwise
 
     @property
     def has_swiglu_kernel(self) -> bool:
         """Whether one kernel computes it and SwiGLU, or SwiGLU's gradient, of the product."""
-        a, scale_a = self.operands[:2]
-        scale_b = self.weight[1] if self.is_fprop else self.weight[3]
-        if self.low_rank is not None or scale_a is not None or scale_b is not None:
+        a, w = self.operands.rowwise, self.weight
+        scale_b = w.rowwise_scale if self.is_fprop else w.columnwise_scale
+        if self.low_rank is not None or self.operands.rowwise_scale is not None:
             return False
-        return isinstance(a, Tensor) and isinstance(self.b, Tensor) and a.dtype == self.dtype
+        is_plain = isinstance(a, Tensor) and isinstance(self.b, Tensor) and scale_b is None
+        return is_plain and a.dtype == self.dtype  # type: ignore[union-attr]
 
     def compute(self) -> Tensor:
         """The product [T, N], or [T, K] of dgrad. The op follows from the operands."""
         operands, w, offs_E, dtype, bias_EN, is_fprop, low_rank = self
         a, scale_a, rows = operands.rowwise, operands.rowwise_scale, operands.rows
-        b, scale_b = w[:2] if is_fprop else w[2:4]
+        b, scale_b = w.rowwise, w.rowwise_scale
+        if not is_fprop:
+            b, scale_b = w.columnwise, w.columnwise_scale
         assert isinstance(a, Tensor)
         assert b is not None
         if isinstance(b, tuple):

@@ -13,10 +13,10 @@ from torch import Tensor
 from grouped_linear import ops
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.projection import Kept, Parameters, Projection
-from grouped_linear.autograd.saved import saved_tensors, scales_of
+from grouped_linear.autograd.saved import save, saved
 from grouped_linear.autograd.wgrad import Wgrad, edges_of, needs_grad_now
 from grouped_linear.ops.gradients import refuse_transforms
-from grouped_linear.recipes import Layouts, Operands, Recipe
+from grouped_linear.recipes import Layouts, Operands
 from grouped_linear.recipes.format import BOTH, COLUMNWISE_AGAIN, ROWWISE
 from grouped_linear.recipes.quantize import quantize
 from grouped_linear.recipes.weight import is_transposed
@@ -33,12 +33,16 @@ class LinearCall(NamedTuple):
     defer_wgrad: Callable[[Wgrad], None] | None = None  # takes wgrad, which no backward computes
 
 
-def takes_one_op(projection: Projection, save_input: bool) -> bool:
-    """Whether an eager forward may be one op, which quantizes all of x and of the weight."""
-    return projection.stored is None and not save_input and _may_take_one_op(projection)
+class Saved(NamedTuple):
+    """The tensors that the forward saves besides its projection's; None where none is needed."""
+
+    offs_E: Any
+    x: Any  # columnwise in its format; with save_input the input itself
+    x_scale: Tensor | None
+    adapter_x_TK: Tensor | None  # the adapter's input before dropout
 
 
-def _may_take_one_op(projection: Projection) -> bool:
+def takes_one_op(projection: Projection) -> bool:
     """Whether this is an eager call with one packed weight, stored as it is multiplied, in e4m3.
 
     A compiled graph has the separate ops: passes look for them, and an op costs no time there.
@@ -51,25 +55,6 @@ def _may_take_one_op(projection: Projection) -> bool:
 
 
 NOTHING = Parameters(False, False, False, False)
-
-
-def _save(ctx: Any, fields: tuple[Any, ...], kept: tuple[Any, ...], recipe: Recipe) -> None:
-    """Save what :func:`_saved` returns, None where no gradient needs it, and scales of steps."""
-    weight, *others = kept
-    weights = weight if isinstance(weight, tuple) else (weight,)
-    ctx.save_for_backward(*fields, *others, *weights, *scales_of(recipe))
-
-
-def _saved(ctx: Any) -> tuple[Any, Any, Any, Any, Kept]:
-    """offs_E, x with its scales, the adapter's input before dropout, and the projection's tensors.
-
-    x is columnwise in its format; with ``save_input`` it is the input itself.
-    """
-    tensors = saved_tensors(ctx, "grouped_linear")
-    weight = tensors[9]
-    if weight is not None and weight.dim() == 2:
-        weight = tensors[9 : 9 + len(ctx.projection.weights)]
-    return *tensors[:4], Kept(weight, *tensors[4:9])
 
 
 class GroupedLinearFunction(torch.autograd.Function):
@@ -95,14 +80,14 @@ class GroupedLinearFunction(torch.autograd.Function):
         """
         refuse_transforms("grouped_linear")
         projection, grad_enabled, m_splits_E, offs_E, save_input, ctx.defer_wgrad = call
-        x_TK, bias_EN = tensors[:2]
+        x_TK, bias_EN, _, _, *weights = tensors
         assert x_TK is not None
         need_x, needs = _needs(ctx) if grad_enabled else (False, NOTHING)
         if need_x or any(needs):
             ctx.projection, ctx.save_input = projection.for_backward(), save_input
             ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
             if projection.main_grad is not None or ctx.defer_wgrad is not None:
-                ctx.weight_edges = edges_of(tensors, range(4, len(tensors)))
+                ctx.weight_edges = edges_of(tensors, range(-len(weights), 0))
         if m_splits_E is not None:
             return _forward_in_one_op(ctx, projection, x_TK, m_splits_E, need_x, needs)
         assert offs_E is not None
@@ -113,27 +98,39 @@ class GroupedLinearFunction(torch.autograd.Function):
         term = None if adapter is None else adapter.forward_term(adapter.input(x_TK), offs_E)
         if need_x or any(needs):
             saved_x = x_TK if save_input and needs.weight else x.columnwise
-            fields = offs_E, saved_x, x.columnwise_scale, x_TK if needs.a else None
-            _save(ctx, fields, projection.keep(w, needs, need_x, term), recipe)
+            own = Saved(offs_E, saved_x, x.columnwise_scale, x_TK if needs.a else None)
+            kept, experts = projection.keep(w, needs, need_x, term), ()
+            if isinstance(kept.weight, tuple):
+                kept, experts = kept._replace(weight=None), kept.weight
+            save(ctx, (own, kept, experts), recipe)
         return projection.fprop(x, w, offs_E, x_TK.dtype, term).compute()
 
     @staticmethod
     @strictly_once_differentiable
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         """Compute dgrad, wgrad and the bias gradient, each only where it is needed."""
-        (need_x, needs), as_results = _needs_now(ctx)
-        offs_E, saved_x, x_scale, adapter_x_TK, kept = _saved(ctx)
-        if (need_x or needs.weight) and _backward_takes_one_op(ctx):
-            saved = offs_E, saved_x, x_scale, kept
-            return _backward_in_one_op(ctx, saved, dy_TN, need_x, needs)
-        projection = ctx.projection.restored(kept)
+        projection, as_results = ctx.projection, False
+        need_x, needs = _needs(ctx)
+        written = projection.main_grad is not None or ctx.defer_wgrad is not None
+        if written:  # the engine is asked about gradients that are not returned
+            of_weights = ctx.needs_input_grad[-len(ctx.weight_edges) :]
+            now, as_results = needs_grad_now(ctx, of_weights, ctx.weight_edges)
+            needs = needs._replace(weight=any(now))
+        own, kept, experts = saved(ctx, "grouped_linear")
+        if experts:
+            kept = kept._replace(weight=experts)
+        offs_E = own.offs_E
+        may_take_one_op = projection.recipe.has_linear_grad_op and not (written or ctx.save_input)
+        if (need_x or needs.weight) and may_take_one_op and takes_one_op(projection):
+            return _backward_in_one_op(ctx, own, kept, dy_TN, need_x, needs)
+        projection = projection.restored(kept)
         recipe, adapter = projection.recipe, projection.adapter
         layouts = Layouts(need_x, needs.weight, needs.bias)
         dy = quantize(dy_TN, recipe.grad_output, offs_E, layouts)
         dx_TK = db_EN = da_ErK = db_ENr = term = None
         dws: tuple[Tensor | None, ...] = (None,) * len(projection.weights)
         if adapter is not None:
-            of_adapter = dy_TN, adapter_x_TK, kept.h_Tr, offs_E
+            of_adapter = dy_TN, own.adapter_x_TK, kept.h_Tr, offs_E
             da_ErK, db_ENr, term = adapter.grads(*of_adapter, need_x)
         if need_x:
             term, beside = projection.split(term)
@@ -141,9 +138,9 @@ class GroupedLinearFunction(torch.autograd.Function):
             if beside is not None:
                 dx_TK = dx_TK + adapter.input(beside.product(offs_E))
         if needs.weight:
-            x = Operands(None, None, saved_x, x_scale)
+            x = Operands(None, None, own.x, own.x_scale)
             if ctx.save_input:
-                x = quantize(saved_x, recipe.input, offs_E, COLUMNWISE_AGAIN)
+                x = quantize(own.x, recipe.input, offs_E, COLUMNWISE_AGAIN)
             wgrad = projection.wgrad(dy, x, offs_E)
             if ctx.defer_wgrad is None:
                 dws = wgrad.compute(as_results)
@@ -158,18 +155,6 @@ def _needs(ctx: Any) -> tuple[bool, Parameters]:
     """Whether the gradient of x is needed, and which of the parameters; of E weights any."""
     _, need_x, need_bias, need_a, need_b, *need_weights = ctx.needs_input_grad
     return need_x, Parameters(any(need_weights), need_bias, need_a, need_b)
-
-
-def _needs_now(ctx: Any) -> tuple[tuple[bool, Parameters], bool]:
-    """The same in a backward, and whether as results: :func:`needs_grad_now`.
-
-    The engine is asked about weight gradients that are written and not returned.
-    """
-    need_x, needs = _needs(ctx)
-    if ctx.projection.main_grad is None and ctx.defer_wgrad is None:
-        return (need_x, needs), False
-    now, as_results = needs_grad_now(ctx, ctx.needs_input_grad[5:], ctx.weight_edges)
-    return (need_x, Parameters(any(now), *needs[1:])), as_results
 
 
 # --- eager block scaling: one op forward, one op backward ----------------------------------------
@@ -200,30 +185,22 @@ def _forward_in_one_op(
     if needs.weight and not in_fp8:
         x_t = x_TK.to(format.wgrad_dtype)
     if need_x or any(needs):
-        kept = w_t, w_scale, None, None, None, None
-        _save(ctx, (offs_E, x_t, x_t_scale, None), kept, projection.recipe)
+        save(ctx, (Saved(offs_E, x_t, x_t_scale, None), Kept(w_t, w_scale), ()), projection.recipe)
     return y
 
 
-def _backward_takes_one_op(ctx: Any) -> bool:
-    """Whether an eager backward may be one op, which returns weight gradients."""
-    projection = ctx.projection
-    returned = projection.main_grad is None and ctx.defer_wgrad is None and not ctx.save_input
-    return returned and projection.recipe.has_linear_grad_op and _may_take_one_op(projection)
-
-
 def _backward_in_one_op(
-    ctx: Any, saved: tuple[Any, ...], dy_TN: Tensor, need_x: bool, needs: Parameters
+    ctx: Any, own: Saved, kept: Kept, dy_TN: Tensor, need_x: bool, needs: Parameters
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients that :meth:`GroupedLinearFunction.backward` returns."""
-    projection, (offs_E, x_t, x_t_scale, kept) = ctx.projection, saved
+    projection = ctx.projection
     dtype, format, w_t = projection.weights[0].dtype, projection.recipe.grad_output, kept.weight
     if need_x and projection.transposes_weight:
         w_t = ops.transpose_weight(w_t)
     dx_TK, dw_ENK, db_EN = ops.block_scaled_linear_grad(
         dy_TN,
-        offs_E,
-        *((x_t, x_t_scale) if needs.weight else (None, None)),
+        own.offs_E,
+        *((own.x, own.x_scale) if needs.weight else (None, None)),
         *((w_t, kept.weight_scale) if need_x else (None, None)),
         amax_epsilon=format.epsilon,
         power_of_two_scales=format.power_of_two_scales,

@@ -18,9 +18,9 @@ from grouped_linear.autograd.activation import (
     weighted_h,
 )
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
-from grouped_linear.autograd.projection import Kept, Parameters, Projection
-from grouped_linear.autograd.routing import ChosenRows, SortedRows, rows_of
-from grouped_linear.autograd.saved import saved_tensors, scales_of
+from grouped_linear.autograd.projection import Parameters, Projection
+from grouped_linear.autograd.routing import ChosenRows, SortedRows
+from grouped_linear.autograd.saved import save, saved
 from grouped_linear.autograd.wgrad import edges_of, needs_grad_now
 from grouped_linear.ops.gradients import refuse_transforms
 from grouped_linear.recipes import Layouts
@@ -93,53 +93,16 @@ NOTHING = _Needs(False, False, *(Parameters(False, False, False, False),) * 2)
 
 
 class Saved(NamedTuple):
-    """The tensors that the forward saves. Any stands for None where no gradient needs one."""
+    """The tensors that the forward saves besides its projections' and its routing's.
+
+    None where no gradient needs one.
+    """
 
     weight_TC: Any  # the weights of the routing
     x_TH: Any
     gate_up_RG: Any  # in FP8 if the layer saves it so
     gate_up_scale: Tensor | None
     down_bias_EH: Tensor | None
-    gate_up_again: tuple[Any, Any, Any]  # from keep_for_fprop, where gate_up is computed again
-    gate_up: Kept
-    down: Kept
-    rows: ChosenRows | SortedRows
-    transport: Any  # of the call's tokens; None where they stay
-
-    @staticmethod
-    def save(ctx: Any, call: MLPCall, *fields: Any) -> None:
-        """Save the fields up to ``rows``, the routing, the transport, and scales of steps."""
-        rows, transport = call.rows.tensors, ()
-        ctx.transport = None
-        if call.arriving is not None:
-            transport = call.arriving.transport.tensors
-            ctx.transport = call.arriving.transport.without_tensors()
-        ctx.num_tensors = len(rows), len(transport)
-        scales = scales_of(call.gate_up.recipe, call.down.recipe)
-        ctx.save_for_backward(*fields, *rows, *transport, *scales)
-
-    @classmethod
-    def of(cls, ctx: Any) -> "Saved":
-        """The tensors that a forward has saved."""
-        t = saved_tensors(ctx, "grouped_mlp")
-        end_of_rows = 20 + ctx.num_tensors[0]
-        rows, transport = rows_of(t[20:end_of_rows]), ctx.transport
-        if transport is not None:
-            transport = transport.with_tensors(t[end_of_rows : end_of_rows + ctx.num_tensors[1]])
-        weight_TC, x_TH, gate_up_RG, gate_up_scale, down_bias_EH = t[:5]
-        kept = t[5:8], Kept(*t[8:14]), Kept(*t[14:20])
-        return cls(weight_TC, x_TH, gate_up_RG, gate_up_scale, down_bias_EH, *kept, rows, transport)
-
-    def gate_up_of(self, gate_up: Projection, d_out_TH: Tensor) -> Tensor:
-        """gate_up in the dtype of d_out; `gate_up` is the first layer's projection."""
-        saved_RG, scale = self.gate_up_RG, self.gate_up_scale
-        if saved_RG is None:
-            x_TH, rows = self.x_TH, self.rows
-            again = self.gate_up_again, rows.source(x_TH), x_TH, rows.token, rows.offs, d_out_TH
-            return gate_up.fprop_again(*again).compute()
-        if scale is not None:
-            saved_RG = ops.group_dequantize(saved_RG, scale, self.rows.offs, d_out_TH.dtype)
-        return saved_RG
 
 
 class GroupedMLPFunction(torch.autograd.Function):
@@ -195,18 +158,24 @@ class GroupedMLPFunction(torch.autograd.Function):
         y_RH = down.fprop(h, down_w, offs_E, dtype, down_term).compute()
 
         if needs.dh or any(needs.down):
-            ctx.bias_dtypes = [None if b is None else b.dtype for b in (tensors[3], tensors[7])]
+            biases = gate_up.bias_EN, down.bias_EN
+            ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
             if gate_up.main_grad is not None or down.main_grad is not None:
-                ctx.weight_edges = edges_of(tensors, (2, 6))
+                ctx.weight_edges = edges_of(tensors, (2, 6))  # where both weights are
             ctx.activation = config.activation
             ctx.gate_up, ctx.down = gate_up.for_backward(), down.for_backward()
             saved_x_TH = x_TH if needs.gate_up.weight or needs.gate_up.a or recompute else None
             bias_EH = down.bias_EN if needs.dh else None
-            gate_up_again = gate_up.keep_for_fprop(gate_up_w) if recompute else (None,) * 3
-            fields = weight_TC, saved_x_TH, saved_RG, saved_scale, bias_EH, *gate_up_again
-            kept = gate_up.keep(gate_up_w, needs.gate_up, needs.x or recompute, gate_up_term)
-            kept += down.keep(down_w, needs.down, needs.dh, down_term)
-            Saved.save(ctx, call, *fields, *kept)
+            own = Saved(weight_TC, saved_x_TH, saved_RG, saved_scale, bias_EH)
+            dgrad = needs.x or recompute
+            of_gate_up = gate_up.keep(gate_up_w, needs.gate_up, dgrad, gate_up_term, recompute)
+            of_down = down.keep(down_w, needs.down, needs.dh, down_term)
+            read = rows._replace(routed=None) if isinstance(rows, ChosenRows) else rows
+            parts, ctx.transport = [own, of_gate_up, of_down, read], None
+            if arriving is not None:
+                parts.append(arriving.transport.exchange)
+                ctx.transport = arriving.transport._replace(exchange=None)
+            save(ctx, parts, gate_up.recipe, down.recipe)
         y_TH = rows.combine(y_RH, weight_TC)
         if arriving is None:
             return y_TH
@@ -216,10 +185,13 @@ class GroupedMLPFunction(torch.autograd.Function):
     @strictly_once_differentiable
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x, the routing weights and the parameters, each only where needed."""
-        needs, saved = _Needs.now(ctx), Saved.of(ctx)
-        rows, weight_TC, transport = saved.rows, saved.weight_TC, saved.transport
+        needs = _Needs.now(ctx)
+        own, of_gate_up, of_down, rows, *exchange = saved(ctx, "grouped_mlp")
+        weight_TC, transport = own.weight_TC, ctx.transport
+        if transport is not None:
+            transport = transport._replace(exchange=exchange[0])
         offs_E, dtype = rows.offs, d_out_TH.dtype
-        gate_up, down = ctx.gate_up.restored(saved.gate_up), ctx.down.restored(saved.down)
+        gate_up, down = ctx.gate_up.restored(of_gate_up), ctx.down.restored(of_down)
         down = down.as_down(dtype)
         dx_TH = d_weight_TC = d_gate_up_RG = h_RF = None
         d_gate_up_w = d_gate_up_bias = d_gate_up_a = d_gate_up_b = None
@@ -228,7 +200,12 @@ class GroupedMLPFunction(torch.autograd.Function):
         # gate_up is computed again while the gradient of the output travels.
         sent = None if transport is None else transport.start_dispatch(d_out_TH)
         if needs.activation:
-            gate_up_RG = saved.gate_up_of(gate_up, d_out_TH)
+            gate_up_RG, scale = own.gate_up_RG, own.gate_up_scale
+            if gate_up_RG is None:
+                x = rows.source(own.x_TH), own.x_TH, rows.token
+                gate_up_RG = gate_up.fprop_again(of_gate_up, *x, offs_E, d_out_TH).compute()
+            elif scale is not None:
+                gate_up_RG = ops.group_dequantize(gate_up_RG, scale, offs_E, dtype)
         if transport is not None:
             d_out_TH = transport.finish_dispatch(transport.receive(sent), dtype)
 
@@ -248,7 +225,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             term = adapter.backward_term(d_out_TH, offs_E, rows.token)
         d_down_Rr = None if term is None else term.a_Tr
         if adapter is not None and needs.down.b:
-            weighted_Rr = (weight_R[:, None] * saved.down.h_Tr).to(dtype)
+            weighted_Rr = (weight_R[:, None] * of_down.h_Tr).to(dtype)
             d_down_b = adapter.grad_of_b(d_out_TH, weighted_Rr, offs_E, rows.token)
 
         # Its dgrad, the activation's gradient, and h again.
@@ -258,7 +235,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             layouts = Layouts(needs.x, needs.gate_up.weight, needs.gate_up.bias)
             formats = gate_up.recipe.grad_output, layouts, down.recipe.input, needs.down.weight
             keep = needs.down.a or gate_up.adapter is not None
-            dgrad = down.dgrad(dy, saved.down, offs_E, dtype, term)
+            dgrad = down.dgrad(dy, of_down, offs_E, dtype, term)
             inputs = dgrad, more_dh_RF, gate_up_RG, weight_R, ctx.activation, GradFormats(*formats)
             (d_gate_up, h, d_weight_R), d_gate_up_RG, h_RF = grads_of_gate_up(*inputs, keep)
             # As below, this lowers the peak memory of an eager step.
@@ -268,7 +245,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             if needs.down.weight:
                 h = quantize(h_RF, down.recipe.input, offs_E, COLUMNWISE_AGAIN)
         if needs.weights:
-            d_weight_TC = rows.gradient_of_weights(d_weight_R, d_out_TH, saved.down_bias_EH)
+            d_weight_TC = rows.gradient_of_weights(d_weight_R, d_out_TH, own.down_bias_EH)
             if transport is None:
                 d_weight_TC = d_weight_TC.to(weight_TC.dtype)
             else:
@@ -287,12 +264,12 @@ class GroupedMLPFunction(torch.autograd.Function):
         # The first layer's adapter and dgrad.
         term, adapter = None, gate_up.adapter
         if adapter is not None:
-            given = saved.x_TH if needs.gate_up.a else None, saved.gate_up.h_Tr, offs_E, needs.x
+            given = own.x_TH if needs.gate_up.a else None, of_gate_up.h_Tr, offs_E, needs.x
             d_gate_up_a, d_gate_up_b, term = adapter.grads(d_gate_up_RG, *given, rows.token)
         del d_gate_up_RG
         if needs.x:
             term, beside = gate_up.split(term)
-            dgrad = gate_up.dgrad(d_gate_up, saved.gate_up, offs_E, dtype, term)
+            dgrad = gate_up.dgrad(d_gate_up, of_gate_up, offs_E, dtype, term)
             dx_TH = rows.combine(dgrad.compute(), None)
             del dgrad
             if beside is not None:
@@ -302,7 +279,7 @@ class GroupedMLPFunction(torch.autograd.Function):
 
         # Its other parameters, of tokens that are gathered again, while the gradient of x travels.
         if needs.gate_up.weight:
-            x = gate_up.input(rows.source(saved.x_TH), offs_E, COLUMNWISE_AGAIN)
+            x = gate_up.input(rows.source(own.x_TH), offs_E, COLUMNWISE_AGAIN)
             (d_gate_up_w,) = gate_up.wgrad(d_gate_up, x, offs_E).compute(needs.as_results)
         if needs.gate_up.bias and d_gate_up.bias_grad is not None:
             d_gate_up_bias = d_gate_up.bias_grad.to(ctx.bias_dtypes[0])
@@ -312,5 +289,5 @@ class GroupedMLPFunction(torch.autograd.Function):
             if needs.weights:
                 d_weight_TC = transport.finish_weights(d_weight_TC).to(ctx.weight_dtype)
 
-        of_gate_up = Parameters(d_gate_up_w, d_gate_up_bias, d_gate_up_a, d_gate_up_b)
-        return None, dx_TH, d_weight_TC, *of_gate_up, d_down_w, d_down_bias, d_down_a, d_down_b
+        grads = Parameters(d_gate_up_w, d_gate_up_bias, d_gate_up_a, d_gate_up_b)
+        return None, dx_TH, d_weight_TC, *grads, d_down_w, d_down_bias, d_down_a, d_down_b

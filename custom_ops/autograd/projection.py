@@ -44,10 +44,14 @@ class Kept(NamedTuple):
 
     weight: Any  # columnwise, as Projection.weight gives it: a tensor, or E of [N, K]
     weight_scale: Tensor | None
-    a_ErK: Tensor | None
-    b_ENr: Tensor | None
-    mask: Tensor | None
-    h_Tr: Any  # A's product with the input
+    a_ErK: Tensor | None = None
+    b_ENr: Tensor | None = None
+    mask: Tensor | None = None
+    h_Tr: Any = None  # A's product with the input
+    # For fprop_again: the weight, or the parameter where a call quantizes that.
+    fprop_weight: Any = None
+    fprop_scale: Tensor | None = None
+    bias_EN: Tensor | None = None
 
 
 class Projection(NamedTuple):
@@ -84,7 +88,8 @@ class Projection(NamedTuple):
     @property
     def factors(self) -> tuple[Tensor | None, Tensor | None]:
         """A and B of the adapter, if there is one."""
-        return (None, None) if self.adapter is None else self.adapter[:2]
+        adapter = self.adapter
+        return (None, None) if adapter is None else (adapter.a_ErK, adapter.b_ENr)
 
     def input(self, source: Source, offs_E: Tensor, layouts: Layouts) -> Operands:
         """x for fprop, and for wgrad; GEMMs may gather its rows."""
@@ -96,19 +101,19 @@ class Projection(NamedTuple):
 
     def weight(self, columnwise: bool) -> Operands:
         """The weight for fprop, and for dgrad if ``columnwise``: stored, or quantized now."""
-        weights, _, recipe, quantized, _, _, refresh = self
-        format = recipe.weight
-        if quantized is None:
-            later = columnwise and recipe.requantize_weights
+        weights, stored, format = self.weights, self.stored, self.recipe.weight
+        if stored is None:
+            later = columnwise and self.recipe.requantize_weights
             w = quantize_weight(weights, format, BOTH if columnwise and not later else ROWWISE)
             if later:
                 w = w._replace(columnwise=weights if weights[0].dim() == 2 else weights[0])
         else:
-            if refresh is not False:
-                refresh_weight_(quantized, weights, format, None if refresh is True else refresh)
-            w = quantized.operands(columnwise)
+            if self.refresh is not False:
+                flag = None if self.refresh is True else self.refresh
+                refresh_weight_(stored, weights, format, flag)
+            w = stored.operands(columnwise)
             if columnwise and w.columnwise is None:
-                w = with_shared_scale(quantized.values, quantized.scale, quantized.values)
+                w = with_shared_scale(stored.values, stored.scale, stored.values)
         if format.observer is not None:
             format.observer(weights, w, None, None)
         return w
@@ -131,14 +136,15 @@ class Projection(NamedTuple):
         """``x[t] @ weight[e].T + bias[e]`` of rowwise x, in x's dtype."""
         bias_EN = None if self.bias_EN is None else self.bias_EN.to(dtype)
         if self.recipe.checks_operands:
-            self.recipe.check_operands("fprop", *x[:2], *w[:2])
+            scales = x.rowwise_scale, w.rowwise_scale
+            self.recipe.check_operands("fprop", x.rowwise, w.rowwise, *scales)
         return Gemm(x, w, offs_E, dtype, bias_EN, True, term)
 
     def dgrad(
         self, dy: Operands, kept: Kept, offs_E: Tensor, dtype: torch.dtype, term: LowRankTerm | None
     ) -> Gemm:
         """``dy[t] @ weight[e]`` of rowwise dy."""
-        columnwise, scale = kept[:2]
+        columnwise, scale = kept.weight, kept.weight_scale
         if self.transposes_weight:
             columnwise = ops.transpose_weight(columnwise)
         elif self.stored is None and self.recipe.requantize_weights:
@@ -151,47 +157,50 @@ class Projection(NamedTuple):
         else:
             w = weight_for_dgrad(columnwise, scale, self.recipe.weight)
         if self.recipe.checks_operands:
-            self.recipe.check_operands("dgrad", *dy[:2], *w[2:4])
+            scales = dy.rowwise_scale, w.columnwise_scale
+            self.recipe.check_operands("dgrad", dy.rowwise, w.columnwise, *scales)
         return Gemm(dy, w, offs_E, dtype, None, False, term)
 
     def wgrad(self, dy: Operands, x: Operands, offs_E: Tensor) -> Wgrad:
         """The weight gradient of columnwise dy and x."""
         assert isinstance(dy.columnwise, Tensor)
         assert isinstance(x.columnwise, Tensor)
-        if self.recipe.checks_operands:
-            self.recipe.check_operands("wgrad", *dy[2:4], *x[2:4])
         operands = dy.columnwise, x.columnwise, dy.columnwise_scale, x.columnwise_scale
+        if self.recipe.checks_operands:
+            self.recipe.check_operands("wgrad", *operands)
         rows = dy.columnwise_rows, x.columnwise_rows
         return Wgrad(self.weights, self.main_grad, *operands, offs_E, *rows)
 
     # --- from the forward to the backward --------------------------------------------------------
 
     def keep(
-        self, w: Operands, needs: Parameters, dgrad: bool, term: LowRankTerm | None
-    ) -> tuple[Any, ...]:
-        """The fields of :class:`Kept`: of w, columnwise where ``dgrad`` is needed, and the adapter.
+        self,
+        w: Operands,
+        needs: Parameters,
+        dgrad: bool,
+        term: LowRankTerm | None,
+        again: bool = False,
+    ) -> Kept:
+        """Of w what dgrad and, where asked, fprop ``again`` read; and what the adapter does.
 
         ``term`` is what the adapter added to fprop.
         """
+        kept = Kept(w.columnwise, w.columnwise_scale)
         adapter = self.adapter
-        if adapter is None or term is None or not (dgrad or needs.a or needs.b):
-            return w.columnwise, w.columnwise_scale, None, None, None, None
-        h_Tr = term.a_Tr if needs.b else None
-        of_adapter = adapter.a_ErK, adapter.b_ENr, adapter.mask, h_Tr
-        return w.columnwise, w.columnwise_scale, *of_adapter
-
-    def keep_for_fprop(self, w: Operands) -> tuple[Any, Any, Any]:
-        """The tensors for :meth:`fprop_again` besides x: the weight, its scales and the bias.
-
-        The weight is ``w``, from :meth:`weight`, or the parameter where a call quantizes that.
-        """
-        if self._quantizes_weight:
-            return self.weights[0], None, self.bias_EN
-        return w.rowwise, w.rowwise_scale, self.bias_EN
+        if adapter is not None and term is not None and (dgrad or needs.a or needs.b):
+            h_Tr = term.a_Tr if needs.b else None
+            a_ErK, b_ENr, mask = adapter.a_ErK, adapter.b_ENr, adapter.mask
+            kept = kept._replace(a_ErK=a_ErK, b_ENr=b_ENr, mask=mask, h_Tr=h_Tr)
+        if again:
+            weight, scale = w.rowwise, w.rowwise_scale
+            if self._quantizes_weight:
+                weight, scale = self.weights[0], None
+            kept = kept._replace(fprop_weight=weight, fprop_scale=scale, bias_EN=self.bias_EN)
+        return kept
 
     def fprop_again(
         self,
-        kept: tuple[Any, Any, Any],
+        kept: Kept,
         source: Source,
         adapter_x: Tensor | None,
         token: Tensor | None,
@@ -200,24 +209,23 @@ class Projection(NamedTuple):
     ) -> Gemm:
         """fprop in the backward, of a projection that is restored; the bits are the forward's.
 
-        ``kept`` is from :meth:`keep_for_fprop`, ``source`` x or what its rows are gathered from;
-        ``adapter_x``, or adapter_x[token], is the adapter's input before dropout; ``d_out`` is any
-        gradient that comes, of the product's dtype.
+        ``source`` is x or what its rows are gathered from; ``adapter_x``, or adapter_x[token], is
+        the adapter's input before dropout; ``d_out`` is any gradient that comes, of the product's
+        dtype.
         """
-        weight, scale, bias_EN = kept
         if torch.compiler.is_compiling():
             # A zero that needs the gradient. A graph that can compute this product in the forward
             # may do so and keep it, or take the forward's product for it.
             offs_E = offs_E + d_out[:0].sum(dtype=torch.int32)
-        w = Operands(weight, scale)
+        w = Operands(kept.fprop_weight, kept.fprop_scale)
         if self._quantizes_weight:
-            w = quantize_weight((weight,), self.recipe.weight, ROWWISE)
+            w = quantize_weight((kept.fprop_weight,), self.recipe.weight, ROWWISE)
         term, adapter = None, self.adapter
         if adapter is not None:
             assert adapter_x is not None
             term = adapter.forward_term(adapter.input(adapter_x), offs_E, token)
         x = self.input(source, offs_E, ROWWISE_AGAIN)
-        return self._replace(bias_EN=bias_EN).fprop(x, w, offs_E, d_out.dtype, term)
+        return self._replace(bias_EN=kept.bias_EN).fprop(x, w, offs_E, d_out.dtype, term)
 
     @property
     def _quantizes_weight(self) -> bool:
@@ -230,27 +238,24 @@ class Projection(NamedTuple):
         It keeps the metadata of temporary weights. A parameter lives anyway; a computed tensor
         would live as long as the graph.
         """
-        weights, bias_EN, recipe, stored, main_grad, adapter, _ = self
-        is_compiling = torch.compiler.is_compiling()
+        weights, bias_EN, adapter = self.weights, self.bias_EN, self.adapter
         are_leaves = all(map(_is_leaf, weights))
         if adapter is None and are_leaves and (bias_EN is None or _is_leaf(bias_EN)):
             return self
-        if not are_leaves and not is_compiling:
+        if not are_leaves and not torch.compiler.is_compiling():
             weights = tuple(map(_metadata_of, weights))
         if adapter is not None:
             adapter = Adapter(None, None, adapter.scaling, None, 0.0)  # type: ignore[arg-type]
-        return Projection(weights, None, recipe, stored, main_grad, adapter)
+        return self._replace(weights=weights, bias_EN=None, adapter=adapter, refresh=False)
 
     def restored(self, kept: Kept) -> "Projection":
         """The projection in the backward, with the adapter that the forward saved, if it did."""
-        weights, bias_EN, recipe, stored, main_grad, adapter, _ = self
-        if adapter is None:
+        if self.adapter is None:
             return self
-        _, _, a_ErK, b_ENr, mask, _ = kept
-        restored = None
-        if a_ErK is not None and b_ENr is not None:
-            restored = Adapter(a_ErK, b_ENr, adapter.scaling, mask, 0.0)
-        return Projection(weights, bias_EN, recipe, stored, main_grad, restored)
+        adapter = None
+        if kept.a_ErK is not None and kept.b_ENr is not None:
+            adapter = Adapter(kept.a_ErK, kept.b_ENr, self.adapter.scaling, kept.mask, 0.0)
+        return self._replace(adapter=adapter)
 
     def as_down(self, dtype: torch.dtype) -> "Projection":
         """The projection in the backward of an expert, where it is down and dy has this dtype."""

@@ -57,16 +57,11 @@ class ChosenRows(NamedTuple):
     token: Tensor
     row: Tensor
     offs: Tensor
-    routed: Tensor | None = None  # [E] int32 group ends before rows were dropped, where some were
+    routed: Tensor | None = None  # [E] int32 group ends before rows were dropped, for observers
 
     def tokens(self, x: Tensor, *, again: bool = False) -> Tensor:
         """Each row's token; see :meth:`grouped_linear.ops.SortedByExpert.tokens`."""
-        return ops.SortedByExpert(*self.tensors).tokens(x, again=again)
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The tensors a backward reads: those of :class:`grouped_linear.ops.SortedByExpert`."""
-        return self[:4]
+        return ops.SortedByExpert(*self[:4]).tokens(x, again=again)
 
     @property
     def without_row(self) -> Tensor:
@@ -116,11 +111,6 @@ class SortedRows(NamedTuple):
         """No row is gathered."""
         return None
 
-    @property
-    def tensors(self) -> tuple[Tensor]:
-        """The tensors a backward reads."""
-        return self
-
     def source(self, x_RH: Tensor) -> Tensor:
         """The rows, unchanged."""
         return x_RH
@@ -149,11 +139,6 @@ class SortedRows(NamedTuple):
             return d_weight_R
         bias_EH = bias_EH.to(d_out_RH.dtype)
         return d_weight_R + _dot_of_biases(d_out_RH, bias_EH, _numbers(d_out_RH), self.offs)[:, 0]
-
-
-def rows_of(tensors: tuple[Tensor, ...]) -> ChosenRows | SortedRows:
-    """ChosenRows or SortedRows, from its fields."""
-    return SortedRows(*tensors) if len(tensors) == 1 else ChosenRows(*tensors)  # type: ignore[call-arg]
 
 
 class GatherFunction(torch.autograd.Function):

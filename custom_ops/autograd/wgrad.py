@@ -104,15 +104,15 @@ class Wgrad(NamedTuple):
         stored as [E, K, N] the GEMM is therefore ``x.T @ dy``, except where dy is e5m2, which the
         kernel reads as the left operand only.
         """
-        weights, _, dy, x, dy_scale, x_scale, offs, dy_rows, x_rows = self
-        swapped = is_transposed(weights[0]) and dy.dtype == x.dtype
+        left, right = (self.dy, self.dy_scale, self.dy_rows), (self.x, self.x_scale, self.x_rows)
+        swapped = is_transposed(self.weights[0]) and self.dy.dtype == self.x.dtype
         if swapped:
-            dy, x, dy_scale, x_scale = x, dy, x_scale, dy_scale
-            dy_rows, x_rows = x_rows, dy_rows
-        if dy_scale is None or x_scale is None:
-            dw = ops.grouped_mm_wgrad(dy, x, offs, dtype, dy_rows, x_rows)
+            left, right = right, left
+        (a, a_scale, a_rows), (b, b_scale, b_rows) = left, right
+        if a_scale is None or b_scale is None:
+            dw = ops.grouped_mm_wgrad(a, b, self.offs, dtype, a_rows, b_rows)
         else:
-            dw = ops.grouped_scaled_mm_wgrad(dy, x, dy_scale, x_scale, offs, dtype)
+            dw = ops.grouped_scaled_mm_wgrad(a, b, a_scale, b_scale, self.offs, dtype)
         return dw.mT if swapped else dw
 
     def _add_to(self, main_grads: WeightList, overwrite: Tensor | None) -> None:

@@ -115,7 +115,7 @@ def apply_linear(
     check_linear(x_TK, projection.weights, given.bias_EN, m_splits, projection.recipe)
     m_splits_E = splits_on(op, m_splits, x.device)
     offs_E = None
-    if not takes_one_op(projection, save_input):
+    if save_input or projection.stored is not None or not takes_one_op(projection):
         offs_E = ops.splits_to_offsets(m_splits_E, x_TK.size(0))
     if defer_wgrad is not None:
         # The parameters are differentiated in a graph of their own, later. This tensor makes

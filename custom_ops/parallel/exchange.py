@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from grouped_linear import ops
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
+from grouped_linear.autograd.saved import save, saved
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, SCALE_ROW_MULTIPLE, ceil_div
 from grouped_linear.parallel.symmetric_memory import all_to_all_v
 
@@ -123,20 +124,6 @@ class Transport(NamedTuple):
     fp8: bool  # whether rows go in FP8; they come back in 16 bits
     exchange: Any  # Exchange, VariableExchange; None in a Function's context, which saves it
 
-    @property
-    def tensors(self) -> tuple[Any, ...]:
-        """The tensors that a backward reads, and None."""
-        return () if self.exchange is None else tuple(self.exchange)
-
-    def without_tensors(self) -> "Transport":
-        """The rest."""
-        return self._replace(exchange=None)
-
-    def with_tensors(self, tensors: tuple[Any, ...]) -> "Transport":
-        """Again whole."""
-        exchange = Exchange(*tensors) if len(tensors) == 3 else VariableExchange(*tensors)
-        return self._replace(exchange=exchange)
-
     def start_dispatch(self, x_TH: Tensor, numbers_TI: Tensor | None = None) -> InFlight:
         """Send each process the rows of x that it needs, and int32 numbers beside them.
 
@@ -211,8 +198,8 @@ class SpreadFunction(torch.autograd.Function):
         ctx: Any, transport: Transport, x_TH: Tensor, weight_TC: Tensor, expert_TC: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return x [S, H], weights [S, C] in float32 and experts [S, C] in int32."""
-        ctx.transport, ctx.weight_dtype = transport.without_tensors(), weight_TC.dtype
-        ctx.save_for_backward(*transport.tensors)
+        ctx.transport, ctx.weight_dtype = transport._replace(exchange=None), weight_TC.dtype
+        save(ctx, (transport.exchange,))
         sent = transport.start_dispatch(x_TH, numbers_of(weight_TC, expert_TC))
         received = transport.receive(sent)
         numbers_SI = transport.numbers(received)
@@ -225,7 +212,8 @@ class SpreadFunction(torch.autograd.Function):
     @strictly_once_differentiable
     def backward(ctx: Any, dx_SH: Tensor, d_weight_SC: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         """Sum what each process adds to the gradients of a token."""
-        transport = ctx.transport.with_tensors(ctx.saved_tensors)
+        (exchange,) = saved(ctx, "grouped_mlp")
+        transport = ctx.transport._replace(exchange=exchange)
         _, need_x, need_weight, _ = ctx.needs_input_grad
         dx_TH = d_weight_TC = None
         if need_weight:
@@ -243,14 +231,15 @@ class CollectFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, transport: Transport, y_SH: Tensor) -> Tensor:
         """Return [T, H], of outputs that are zero where no token came."""
-        ctx.transport = transport.without_tensors()
-        ctx.save_for_backward(*transport.tensors)
+        ctx.transport = transport._replace(exchange=None)
+        save(ctx, (transport.exchange,))
         return transport.finish_combine(transport.start_combine(y_SH))
 
     @staticmethod
     @strictly_once_differentiable
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         """Send each process the gradient of the tokens that it had."""
-        transport = ctx.transport.with_tensors(ctx.saved_tensors)
+        (exchange,) = saved(ctx, "grouped_mlp")
+        transport = ctx.transport._replace(exchange=exchange)
         received = transport.receive(transport.start_dispatch(dy_TH))
         return None, transport.finish_dispatch(received, dy_TH.dtype)

@@ -134,7 +134,7 @@ class Recipe:
         x, dy = (replace(f, wgrad_dtype=dtype) for f in (self.input, self.grad_output))
         return Recipe(x, self.weight, dy, requantize_weights=self.requantize_weights)
 
-    def check_operands(self, gemm: str, a: Any, scale_a: Any, b: Any, scale_b: Any) -> None:
+    def check_operands(self, gemm: str, a: Any, b: Any, scale_a: Any, scale_b: Any) -> None:
         """Raise RuntimeError for operands that a GEMM cannot multiply with each other."""
         b = b[0] if isinstance(b, tuple) else b
         if (scale_a is None) != (scale_b is None) or (scale_a is None and a.dtype != b.dtype):
