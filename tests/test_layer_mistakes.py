@@ -156,17 +156,17 @@ def test_of_one_layer() -> None:
         """\
 RuntimeError: grouped_linear: K differs: x has 32, weight 16
 RuntimeError: grouped_mlp: gate_up_proj must be [E, 2 F, 32], as x has 32 features, got [2, 64, 16]
-RuntimeError: grouped_linear: bias must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
-RuntimeError: grouped_linear: bias must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
+RuntimeError: grouped_linear: weight must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
+RuntimeError: grouped_linear: weight must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
 TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got 10
 TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got None
 RuntimeError: grouped_linear: E differs: m_splits, the rows of each expert, has 3, weight 2
 TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got '3052'
 TypeError: grouped_linear: m_splits must hold integers, the rows of each group, got [2, '3']
-RuntimeError: grouped_linear: m_splits must be [E] int32 or int64, got [2] float32
-RuntimeError: grouped_linear: m_splits must be [E] int32 or int64, got [2] bool
+RuntimeError: splits_to_offsets: m_splits must be int32 or int64, got float32
+RuntimeError: splits_to_offsets: m_splits must be int32 or int64, got bool
 RuntimeError: grouped_linear: m_splits is on meta, without data, x is on cpu
-RuntimeError: grouped_linear: m_splits must be [E] int32 or int64, got [1, 2] int64
+RuntimeError: splits_to_offsets: m_splits must be 1-D, got 2-D
 ValueError: GroupedLinear: in_features must be an integer, got 16.0
 ValueError: GroupedLinear: num_experts must be an integer, got 2.0
 ValueError: GroupedLinear: num_experts must be an integer, got True

@@ -248,7 +248,7 @@ def test_calls_of_the_layer() -> None:
         """\
 splits_to_offsets: m_splits must sum to at most num_rows 5, got 2 + 4 at group 1
 grouped_linear: weight must be [E, N, K], got [32, 16]
-grouped_linear: bias must be [2, 32], as weight has 2 experts of 32 features, got [2, 16]
+grouped_linear: bias must be [2, 32], as weight is [2, 32, 16], got [2, 16]
 grouped_linear: bias is on meta, x is on cpu
 grouped_linear: E must be between 1 and 1024, got 0
 grouped_linear: DelayedScaling has a state: pass state, or use GroupedLinear

@@ -662,7 +662,7 @@ RuntimeError: grouped_mlp: gate_up_proj must be [E, F, 144], as x has 144 featur
 RuntimeError: grouped_mlp: gate_up_proj_bias must be [5, 160], as gate_up_proj is [5, 160, 144], got [5, 80]
 RuntimeError: grouped_mlp: down_proj_bias must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
 ValueError: grouped_mlp: max_rows must not be negative, got -1
-ValueError: grouped_mlp: state must be two DelayedScalingStates under a recipe that has a state, and None under another, got recipe DelayedScaling() and state None
+ValueError: grouped_mlp: DelayedScaling has a state: pass state, or use GroupedMLP
 ValueError: grouped_mlp: save_gate_up_in_fp8 must be True or False, got 'fp8'
 ValueError: GroupedMLP: save_gate_up_in_fp8 must be True or False, got 1
 ValueError: GroupedMLP: save_gate_up_in_fp8 and recompute_gate_up exclude each other""",  # noqa: E501

@@ -5,7 +5,7 @@ The ops check tensors again, in theirs. T rows or tokens, E groups (experts), C 
 token, K in_features, N out_features, H features of a token, F features inside an expert.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,22 +25,16 @@ from grouped_linear.ops.activation import Activation
 from grouped_linear.ops.constants import is_finite, is_integer, is_number
 from grouped_linear.quantized.weight import is_dtensor
 from grouped_linear.recipes import DelayedScalingState, Recipe
-from grouped_linear.recipes.format import WeightList, shown
 from grouped_linear.recipes.format import check_flags as check_flags
+from grouped_linear.recipes.format import shown
 from grouped_linear.recipes.recipe import check_is_recipe
 
-NAMES = "gate_up_proj", "down_proj"
+#: The names of a projection's weight, bias and adapter in a call, and the letters of [N, K].
+LINEAR = "weight", "bias", "lora", "N", "K"
+GATE_UP = "gate_up_proj", "gate_up_proj_bias", "gate_up_lora", "2 F", "H"
+DOWN = "down_proj", "down_proj_bias", "down_lora", "H", "F"
 
 # --- options -------------------------------------------------------------------------------------
-
-
-def check_options(
-    layer: str, recipe: Any, cache_weights: Any, fuse_wgrad_accumulation: Any, dtype: Any
-) -> None:
-    """Check options that both layers have, each alone."""
-    check_flags(layer, cache_weights=cache_weights, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
-    check_parameters_dtype(layer, "dtype", dtype)
-    check_recipe(layer, recipe)
 
 
 def check_model(op: str, model: Any) -> None:
@@ -151,40 +145,8 @@ def check_device(op: str, name: str, t: Tensor | None, x: Tensor) -> None:
         raise RuntimeError(f"{op}: {name} is on {t.device}, x is on {x.device}")
 
 
-def check_sizes(op: str, name: str, w: Tensor, E: int, **features: int) -> None:
-    """Raise RuntimeError, in the layer's words, for a weight whose size the ops do not take."""
-    if not 1 <= E <= MAX_GROUPS:
-        raise RuntimeError(f"{op}: E must be between 1 and {MAX_GROUPS}, got {E}")
-    for letter, size in features.items():
-        if size <= 0 or size % FEATURE_MULTIPLE:
-            raise RuntimeError(
-                f"{op}: {letter} must be a positive multiple of {FEATURE_MULTIPLE}, got {size}: "
-                f"{name} is {list(w.shape)}"
-            )
-
-
-def check_dtypes(op: str, x: Tensor, name: str, w: Tensor, recipe: Recipe) -> None:
-    """Raise RuntimeError for activations and a weight that the recipe's GEMM cannot multiply."""
-    if x.dtype not in ACTIVATIONS:
-        raise RuntimeError(
-            f"{op}: x must be bfloat16, float16 or float32, got {dtype_name(x.dtype)}"
-        )
-    is_stored = w.dtype not in ACTIVATIONS  # numbers that GEMMs read beside any x
-    if x.dtype != w.dtype and not recipe.weight.reads_any_dtype and not is_stored:
-        raise RuntimeError(
-            f"{op}: x is {dtype_name(x.dtype)}, {name} {dtype_name(w.dtype)}: "
-            "cast one of them, or use torch.autocast"
-        )
-
-
-def check_tensors(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
-    """Raise TypeError for DTensors and for anything but a tensor, such as a numpy array."""
-    for name, value in zip(names, values, strict=True):
-        check_tensor(op, name, value)
-
-
 def check_tensor(op: str, name: str, value: Any) -> None:
-    """:func:`check_tensors` of one."""
+    """Raise TypeError for a DTensor and for anything but a tensor, such as a numpy array."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
     if is_dtensor(value):
@@ -195,25 +157,20 @@ def check_tensor(op: str, name: str, value: Any) -> None:
         )
 
 
-def check_adapter(
-    op: str, name: str, adapter: Adapter | None, weight_name: str, weight: Tensor, x: Tensor
-) -> None:
-    """Raise, in the caller's words, for an adapter that does not fit a weight [E, N, K]."""
-    if adapter is None:
-        return
-    a, b, scaling, _, dropout = adapter
+def check_adapter(op: str, name: str, adapter: Adapter, weight: str, w: Tensor, x: Tensor) -> None:
+    """Raise, in the caller's words, for an adapter that does not fit a weight w [E, N, K]."""
+    a, b, scaling, dropout = adapter.a_ErK, adapter.b_ENr, adapter.scaling, adapter.dropout
     named = {f"{name}.a": a, f"{name}.b": b}
-    check_tensors(op, named, named.values())
-    check_parameters(op, **named)
     for part, t in named.items():
+        check_tensor(op, part, t)
         check_device(op, part, t, x)
-    E, N, K = weight.shape
+    check_parameters(op, **named)
+    E, N, K = w.shape
     rank = a.size(1) if a.dim() == 3 else 0
     if not 1 <= rank <= MAX_RANK or a.shape != (E, rank, K) or b.shape != (E, N, rank):
         raise RuntimeError(
             f"{op}: {name} must be a [{E}, r, {K}] and b [{E}, {N}, r] with r from 1 to "
-            f"{MAX_RANK}, as {weight_name} is {list(weight.shape)}, got {list(a.shape)} and "
-            f"{list(b.shape)}"
+            f"{MAX_RANK}, as {weight} is {list(w.shape)}, got {list(a.shape)} and {list(b.shape)}"
         )
     if not is_finite(scaling):
         raise ValueError(f"{op}: {name}.scaling must be a finite number, got {scaling!r}")
@@ -223,33 +180,17 @@ def check_adapter(
         )
 
 
-def check_splits(op: str, m_splits: Any, x: Tensor, name: str, E: int) -> None:
-    """Check group sizes, in the caller's words."""
+def splits_on(op: str, m_splits: Any, device: torch.device, name: str, E: int) -> Tensor:
+    """Group sizes as a tensor on the device; raises for what are no integers of E groups."""
     if isinstance(m_splits, Tensor):
         check_tensor(op, "m_splits", m_splits)
-        if m_splits.is_meta and not x.is_meta:
-            raise RuntimeError(f"{op}: m_splits is on meta, without data, x is on {x.device}")
+        if m_splits.is_meta and device.type != "meta":
+            raise RuntimeError(f"{op}: m_splits is on meta, without data, x is on {device}")
+        sizes = m_splits
     elif isinstance(m_splits, str | bytes | dict | set) or not hasattr(m_splits, "__len__"):
         raise TypeError(
             f"{op}: m_splits must be a tensor or a list, the rows of each group, got {m_splits!r}"
         )
-    sizes = m_splits.shape if isinstance(m_splits, Tensor) else (len(m_splits),)
-    if len(sizes) == 1 and torch.compiler.is_compiling():  # an unknown size is assumed to be E
-        # Dynamo of torch 2.11 takes no message with variables. In a nested_compile_region it takes
-        # none, so what is known while a graph is made is not checked there.
-        same = sizes[0] == E
-        if same is not True:
-            torch._check(same, lambda: "grouped_linear: m_splits and weight differ in E")
-    elif len(sizes) == 1 and sizes[0] != E:
-        raise RuntimeError(
-            f"{op}: E differs: m_splits, the rows of each expert, has {sizes[0]}, {name} {E}"
-        )
-
-
-def splits_on(op: str, m_splits: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """Group sizes as a tensor on the device; raises for what is no vector of integers."""
-    if isinstance(m_splits, Tensor):
-        sizes = m_splits
     elif torch.compiler.is_compiling():
         sizes = torch.tensor(m_splits, device=device)
     else:
@@ -260,50 +201,61 @@ def splits_on(op: str, m_splits: Tensor | Sequence[int], device: torch.device) -
             raise TypeError(
                 f"{op}: m_splits must hold integers, the rows of each group, got {m_splits!r}"
             ) from error
-    if sizes.dim() != 1 or sizes.dtype not in (torch.int32, torch.int64):
+    if sizes.dim() == 1 and torch.compiler.is_compiling():
+        # In a nested_compile_region Dynamo takes no message, so what is known while a graph is made
+        # is not checked there.
+        assume(sizes.size(0) == E, lambda: "grouped_linear: m_splits and weight differ in E")
+    elif sizes.dim() == 1 and sizes.size(0) != E:
         raise RuntimeError(
-            f"{op}: m_splits must be [E] int32 or int64, got {list(sizes.shape)} "
-            f"{dtype_name(sizes.dtype)}"
+            f"{op}: E differs: m_splits, the rows of each expert, has {sizes.size(0)}, {name} {E}"
         )
-    return sizes if sizes.device == device else sizes.to(device)
+    return sizes if sizes.device == device else sizes.to(device)  # the op checks the rest
 
 
-def as_rows(op: str, x: Tensor) -> Tensor:
-    """x [..., K] as [T, K]."""
-    if x.dim() == 0 or x.size(-1) == 0:
-        raise RuntimeError(
-            f"{op}: x must have a last dimension of a positive multiple of {FEATURE_MULTIPLE}, "
-            f"got shape {list(x.shape)}"
-        )
-    return x if x.dim() == 2 else x.reshape(-1, x.size(-1))
+def assume(holds: Any, sentence: Callable[[], str]) -> None:
+    """In a graph: that a rule of unknown sizes holds. Dynamo takes no variables in a sentence."""
+    if holds is not True:
+        torch._check(holds, sentence)
 
 
 # --- a call --------------------------------------------------------------------------------------
 
 
-def check_linear(
-    x_TK: Tensor,
-    weights: WeightList,
-    bias: Tensor | None,
-    m_splits: Tensor | Sequence[int],
-    recipe: Recipe,
-) -> None:
-    """Check the call in the caller's words. The ops check everything again, in theirs."""
-    op, weight = "grouped_linear", weights[0]
-    E = len(weights) if weight.dim() == 2 else weight.size(0)
-    N, K = weight.shape[-2:]
-    check_splits(op, m_splits, x_TK, "weight", E)
-    if x_TK.size(1) != K:
-        raise RuntimeError(f"{op}: K differs: x has {x_TK.size(1)}, weight {K}")
-    check_sizes(op, "weight", weight, E, N=N, K=K)
-    check_dtypes(op, x_TK, "weight", weight, recipe)
-    check_device(op, "weight", weight, x_TK)
-    check_device(op, "bias", bias, x_TK)
-    if bias is not None and bias.shape != (E, N):
+def check_projection(op: str, names: Sequence[str], given: Projection, x: Tensor) -> None:
+    """Check a projection that is multiplied with rows x, in the caller's words."""
+    (weight, bias, lora, *letters), w, bias_EN = names, given.weights[0], given.bias_EN
+    if given.stored is None:
+        check_parameters(op, **{weight: w})
+    check_device(op, weight, w, x)
+    E = len(given.weights) if w.dim() == 2 else w.size(0)
+    if not 1 <= E <= MAX_GROUPS:
+        raise RuntimeError(f"{op}: E must be between 1 and {MAX_GROUPS}, got {E}")
+    for letter, size in zip(letters, w.shape[-2:], strict=True):
+        if size <= 0 or size % FEATURE_MULTIPLE:
+            raise RuntimeError(
+                f"{op}: {letter} must be a positive multiple of {FEATURE_MULTIPLE}, got {size}: "
+                f"{weight} is {list(w.shape)}"
+            )
+    if x.dtype not in ACTIVATIONS:
         raise RuntimeError(
-            f"{op}: bias must be {[E, N]}, as weight has {E} experts of {N} features, got "
-            f"{list(bias.shape)}"
+            f"{op}: x must be bfloat16, float16 or float32, got {dtype_name(x.dtype)}"
         )
+    is_stored = w.dtype not in ACTIVATIONS  # numbers that GEMMs read beside any x
+    if x.dtype != w.dtype and not given.recipe.weight.reads_any_dtype and not is_stored:
+        raise RuntimeError(
+            f"{op}: x is {dtype_name(x.dtype)}, {weight} {dtype_name(w.dtype)}: "
+            "cast one of them, or use torch.autocast"
+        )
+    if bias_EN is not None:
+        check_parameters(op, **{bias: bias_EN})
+        check_device(op, bias, bias_EN, x)
+        if bias_EN.shape != (E, w.size(-2)):
+            raise RuntimeError(
+                f"{op}: {bias} must be {[E, w.size(-2)]}, as {weight} is {[E, *w.shape[-2:]]}, got "
+                f"{list(bias_EN.shape)}"
+            )
+    if given.adapter is not None:
+        check_adapter(op, lora, given.adapter, weight, w, x)
 
 
 def check_router(op: str, x_TH: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -336,15 +288,11 @@ def check_choices(
         )
     if x.dim() == top_k_weights.dim() == top_k_index.dim() and torch.compiler.is_compiling():
         for t in (top_k_weights, top_k_index):
-            for i in range(x.dim() - 1):  # unknown sizes are assumed to be equal
-                same = x.size(i) == t.size(i)
-                if same is not True:
-                    torch._check(
-                        same,
-                        lambda: (
-                            "grouped_mlp: x, top_k_weights and top_k_index differ in their tokens"
-                        ),
-                    )
+            for i in range(x.dim() - 1):
+                assume(
+                    x.size(i) == t.size(i),
+                    lambda: "grouped_mlp: x, top_k_weights and top_k_index differ in their tokens",
+                )
     elif not x.shape[:-1] == top_k_weights.shape[:-1] == top_k_index.shape[:-1]:
         raise RuntimeError(  # without str() of a shape, which Dynamo does not trace
             "grouped_mlp: x [..., H], top_k_weights [..., C] and top_k_index [..., C] differ in "
@@ -360,9 +308,7 @@ def check_choices(
             f"grouped_mlp: top_k_index must be int32 or int64, got {dtype_name(top_k_index.dtype)}"
         )
     if max_rows is not None and torch.compiler.is_compiling():  # it may be computed from x's size
-        positive = max_rows >= 0
-        if positive is not True:
-            torch._check(positive, lambda: "grouped_mlp: max_rows must not be negative")
+        assume(max_rows >= 0, lambda: "grouped_mlp: max_rows must not be negative")
     elif max_rows is None:
         return
     elif not (is_integer(max_rows) or isinstance(max_rows, torch.SymInt)):
@@ -386,10 +332,9 @@ def check_row_weights(op: str, row_weights: Any, x: Tensor) -> None:
     check_tensor(op, "row_weights", row_weights)
     check_device(op, "row_weights", row_weights, x)
     _check_factors(op, "row_weights", row_weights)
-    if row_weights.dim() == 1 and torch.compiler.is_compiling():  # unknown sizes are assumed
+    if row_weights.dim() == 1 and torch.compiler.is_compiling():
         same = row_weights.size(0) == x.size(0)
-        if same is not True:
-            torch._check(same, lambda: "grouped_mlp_sorted: row_weights and x differ in R")
+        assume(same, lambda: "grouped_mlp_sorted: row_weights and x differ in R")
     elif row_weights.shape != x.shape[:1]:
         raise RuntimeError(
             f"{op}: row_weights must be [{x.size(0)}], one of each row, got "
@@ -400,14 +345,6 @@ def check_row_weights(op: str, row_weights: Any, x: Tensor) -> None:
 def check_mlp(op: str, x_TH: Tensor, gate_up: Projection, down: Projection, gated: bool) -> None:
     """Check both projections in the caller's words."""
     gate_up_proj, down_proj = gate_up.weights[0], down.weights[0]
-    projections = tuple(zip(NAMES, (gate_up, down), strict=True))
-    for name, given in projections:
-        of_bias = {f"{name}_bias": given.bias_EN}
-        named = {name: given.weights[0], **of_bias}
-        # A weight that is stored quantized may be passed as its FP8 numbers.
-        check_parameters(op, **(named if given.stored is None else of_bias))
-        for parameter, t in named.items():
-            check_device(op, parameter, t, x_TH)
     if gate_up_proj.dim() != 3 or gate_up_proj.size(2) != x_TH.size(1):
         raise RuntimeError(
             f"{op}: gate_up_proj must be [E, {'2 F' if gated else 'F'}, {x_TH.size(1)}], as x "
@@ -424,14 +361,5 @@ def check_mlp(op: str, x_TH: Tensor, gate_up: Projection, down: Projection, gate
             f"{op}: F differs: down_proj has {down_proj.size(2)}, gate_up_proj "
             f"{gate_up_proj.size(1)} {'for gate and up' if gated else 'without a gate'}"
         )
-    check_sizes(op, "gate_up_proj", gate_up_proj, E, H=H)
-    check_sizes(op, "down_proj", down_proj, E, F=down_proj.size(2))
-    for name, given in projections:
-        w, bias = given.weights[0], given.bias_EN
-        if bias is not None and bias.shape != w.shape[:2]:
-            raise RuntimeError(
-                f"{op}: {name}_bias must be {list(w.shape[:2])}, as {name} is "
-                f"{list(w.shape)}, got {list(bias.shape)}"
-            )
-        lora = f"{name.removesuffix('_proj')}_lora"
-        check_adapter(op, lora, given.adapter, name, w, x_TH)
+    check_projection(op, GATE_UP, gate_up, x_TH)
+    check_projection(op, DOWN, down, x_TH)

@@ -13,20 +13,10 @@ from grouped_linear import ops
 from grouped_linear.autograd.linear import GroupedLinearFunction, LinearCall, takes_one_op
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.autograd.wgrad import Wgrad
-from grouped_linear.nn.checks import (
-    as_rows,
-    check_adapter,
-    check_linear,
-    check_parameters,
-    check_recipe,
-    check_state,
-    check_tensor,
-    splits_on,
-)
+from grouped_linear.nn.arguments import as_rows, ready, recipe_of_call, with_dropout
+from grouped_linear.nn.checks import LINEAR, check_projection, check_tensor, splits_on
 from grouped_linear.nn.lora import LoraWeights, adapter_of
-from grouped_linear.nn.projection import autocast, autocast_dtype, ready, with_dropout
 from grouped_linear.recipes import DelayedScalingState, Recipe
-from grouped_linear.recipes.recipe import UNQUANTIZED
 
 
 def grouped_linear(
@@ -78,22 +68,11 @@ def grouped_linear(
     True
     """
     check_tensor("grouped_linear", "weight", weight)
-    check_parameters("grouped_linear", weight=weight, bias=bias)
     if weight.dim() != 3:
         raise RuntimeError(f"grouped_linear: weight must be [E, N, K], got {list(weight.shape)}")
     adapter = adapter_of("grouped_linear", "lora", lora)
-    check_recipe("grouped_linear", recipe)
-    check_state("grouped_linear", state)
-    has_state = recipe is not None and recipe.has_state
-    if has_state and state is None:
-        raise ValueError(
-            f"grouped_linear: {type(recipe).__name__} has a state: pass state, or use GroupedLinear"
-        )
-    if state is not None and not has_state:
-        raise ValueError(f"grouped_linear: state needs a recipe that has one, got recipe {recipe}")
-    of_call = recipe if state is None else state.of_call()
-    projection = Projection((weight,), bias, of_call or UNQUANTIZED, adapter=adapter)
-    return apply_linear(x, m_splits, projection)
+    of_call = recipe_of_call("grouped_linear", "GroupedLinear", recipe, state)
+    return apply_linear(x, m_splits, Projection((weight,), bias, of_call, adapter=adapter))
 
 
 def apply_linear(
@@ -104,16 +83,17 @@ def apply_linear(
     defer_wgrad: Callable[[Wgrad], None] | None = None,
 ) -> Tensor:
     """Compute :func:`grouped_linear` with the options that :class:`GroupedLinear` has besides."""
-    op, weight, adapter = "grouped_linear", given.weights[0], given.adapter
-    check_tensor(op, "x", x)
-    check_tensor(op, "weight", weight)
-    dtype = autocast_dtype(x.device)
-    x = autocast(x, dtype)
-    x_TK = as_rows(op, x)
-    check_adapter(op, "lora", adapter, "weight", weight, x_TK)
-    projection, inputs = ready(op, given, dtype)
-    check_linear(x_TK, projection.weights, given.bias_EN, m_splits, projection.recipe)
-    m_splits_E = splits_on(op, m_splits, x.device)
+    op = "grouped_linear"
+    x_TK, dtype = as_rows(op, x)
+    projection, inputs = ready(op, "weight", given, dtype)
+    weights = projection.weights
+    if x_TK.size(1) != projection.in_features:
+        raise RuntimeError(
+            f"{op}: K differs: x has {x_TK.size(1)}, weight {projection.in_features}"
+        )
+    check_projection(op, LINEAR, projection, x_TK)
+    E = len(weights) if weights[0].dim() == 2 else len(weights[0])
+    m_splits_E = splits_on(op, m_splits, x.device, "weight", E)
     offs_E = None
     if save_input or projection.stored is not None or not takes_one_op(projection):
         offs_E = ops.splits_to_offsets(m_splits_E, x_TK.size(0))
@@ -121,7 +101,7 @@ def apply_linear(
         # The parameters are differentiated in a graph of their own, later. This tensor makes
         # autograd run the layer's backward where nothing else requires it.
         inputs = (x.new_empty(0, requires_grad=True),)
-    if adapter is not None:
+    if projection.adapter is not None:
         projection = with_dropout(projection, x_TK)
     sizes = m_splits_E if offs_E is None else None
     call = LinearCall(projection, torch.is_grad_enabled(), sizes, offs_E, save_input, defer_wgrad)

@@ -15,27 +15,20 @@ from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.autograd.mlp import Arriving, GroupedMLPFunction, MLPCall
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.autograd.routing import ChosenRows, SortedRows, truncate_routing
+from grouped_linear.nn.arguments import as_rows, ready, recipe_of_call, with_dropout
 from grouped_linear.nn.checks import (
-    NAMES,
-    as_rows,
     check_activation,
     check_choices,
-    check_dtypes,
     check_flags,
     check_mlp,
-    check_recipe,
     check_row_weights,
-    check_splits,
-    check_state,
-    check_tensors,
+    check_tensor,
     splits_on,
 )
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.lora import LoraWeights, adapter_of
-from grouped_linear.nn.projection import autocast, autocast_dtype, ready, with_dropout
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.recipes import DelayedScalingState, Recipe
-from grouped_linear.recipes.recipe import UNQUANTIZED
 
 
 def grouped_mlp(
@@ -189,44 +182,24 @@ def config_of(
     return MLPConfig(activation, save_gate_up_in_fp8, recompute_gate_up)
 
 
-_Given = tuple[Tensor, Tensor | None, LoraWeights | None]  # weight, bias and adapter
-
-
 def _projections(
     op: str,
     recipe: Recipe | None,
     state: tuple[DelayedScalingState, DelayedScalingState] | None,
-    gate_up: _Given,
-    down: _Given,
-) -> tuple[Projection, Projection]:
-    """Make the projections of a call without a module."""
-    gate_up_recipe, down_recipe = _recipes_of(op, recipe, state)
-    weight, bias, lora = gate_up
-    adapter = adapter_of(op, "gate_up_lora", lora)
-    first = Projection((weight,), bias, gate_up_recipe, adapter=adapter)
-    weight, bias, lora = down
-    adapter = adapter_of(op, "down_lora", lora)
-    return first, Projection((weight,), bias, down_recipe, adapter=adapter)
-
-
-def _recipes_of(
-    op: str, recipe: Recipe | None, state: tuple[DelayedScalingState, DelayedScalingState] | None
-) -> tuple[Recipe, Recipe]:
-    """The recipes of both layers in a call without a module."""
-    check_recipe(op, recipe)
-    if (state is not None) != (recipe is not None and recipe.has_state):
-        raise ValueError(
-            f"{op}: state must be two DelayedScalingStates under a recipe that has a state, and "
-            f"None under another, got recipe {recipe} and state {state}"
-        )
-    if state is None:
-        return recipe or UNQUANTIZED, recipe or UNQUANTIZED
-    if not isinstance(state, tuple | list) or len(state) != 2:
+    *given: tuple[Tensor, Tensor | None, LoraWeights | None],
+) -> list[Projection]:
+    """The projections of a call without a module, of weights, biases and adapters."""
+    if state is not None and not (isinstance(state, tuple | list) and len(state) == 2):
         raise ValueError(
             f"{op}: state must be two, of gate_up_proj and of down_proj, got {state!r}"
         )
-    check_state(op, *state)
-    return state[0].of_call(), state[1].of_call()
+    made = []
+    for name, own, (weight, bias, lora) in zip(
+        ("gate_up_lora", "down_lora"), state or (None, None), given, strict=True
+    ):
+        of_call = recipe_of_call(op, "GroupedMLP", recipe, own)
+        made.append(Projection((weight,), bias, of_call, adapter=adapter_of(op, name, lora)))
+    return made
 
 
 def apply_mlp(
@@ -246,14 +219,12 @@ def apply_mlp(
     """
     op = "grouped_mlp"
     check_activation(op, config.activation)
-    names, weights = ("x", "top_k_weights", "top_k_index", *NAMES), (*gate_up[0], *down[0])
-    check_tensors(op, names, (x, top_k_weights, top_k_index, *weights))
-    x_TH = as_rows(op, x)
+    check_tensor(op, "top_k_weights", top_k_weights)
+    check_tensor(op, "top_k_index", top_k_index)
+    x_TH, dtype = as_rows(op, x)
     check_choices(x, top_k_weights, top_k_index, max_rows)
-    check_mlp(op, x_TH, gate_up, down, config.activation.gated)
-    dtype = autocast_dtype(x.device)
-    x_TH = autocast(x_TH, dtype)
-    projections = _ready(op, x_TH, gate_up, down, dtype)
+    given = gate_up, down, config.activation.gated, dtype, dispatcher is not None
+    projections = _ready(op, x_TH, *given)
     index_TC = top_k_index.reshape(-1, top_k_index.size(-1))
     weights_TC = top_k_weights.reshape(-1, top_k_weights.size(-1))
     arriving = dispatched = None
@@ -264,7 +235,7 @@ def apply_mlp(
         else:
             dispatched = dispatcher.dispatch(x_TH, weights_TC, index_TC)
             x_TH, weights_TC, index_TC, max_rows, _ = dispatched
-    routing = ops.sort_by_expert(index_TC, len(gate_up.weights[0]))
+    routing = ops.sort_by_expert(index_TC, len(projections[0][1]))
     rows = ChosenRows(*routing) if max_rows is None else truncate_routing(routing, max_rows)
     # Zero the weights of unrouted choices, so that NaN * 0 cannot leak in the backward. The sum of
     # the forward leaves these choices out.
@@ -291,17 +262,14 @@ def apply_mlp_sorted(
     """Compute :func:`grouped_mlp_sorted`; arguments are those of :func:`apply_mlp`."""
     op = "grouped_mlp_sorted"
     check_activation(op, config.activation)
-    check_tensors(op, ("x", *NAMES), (x, *gate_up.weights, *down.weights))
+    x_RH, dtype = as_rows(op, x)
     if x.dim() != 2:
         raise RuntimeError(f"{op}: x must be [R, H], got shape {list(x.shape)}")
-    check_mlp(op, x, gate_up, down, config.activation.gated)
-    check_splits(op, m_splits, x, "gate_up_proj", len(gate_up.weights[0]))
+    projections = _ready(op, x_RH, gate_up, down, config.activation.gated, dtype)
+    m_splits_E = splits_on(op, m_splits, x.device, "gate_up_proj", len(gate_up.weights[0]))
     if row_weights is not None:
         check_row_weights(op, row_weights, x)
-    dtype = autocast_dtype(x.device)
-    x_RH = autocast(x, dtype)
-    projections = _ready(op, x_RH, gate_up, down, dtype)
-    offs_E = ops.splits_to_offsets(splits_on(op, m_splits, x.device), x.size(0))
+    offs_E = ops.splits_to_offsets(m_splits_E, x.size(0))
     if row_weights is not None and torch.is_grad_enabled():  # as in apply_mlp
         row_R = torch.arange(x.size(0), dtype=torch.int32, device=x.device)
         row_weights = row_weights.masked_fill(row_R >= offs_E[-1], 0)
@@ -313,13 +281,18 @@ _Projections = tuple[tuple[Projection, Tensor], tuple[Projection, Tensor]]
 
 
 def _ready(
-    op: str, x_TH: Tensor, gate_up: Projection, down: Projection, dtype: torch.dtype | None
+    op: str,
+    x_TH: Tensor,
+    gate_up: Projection,
+    down: Projection,
+    gated: bool,
+    dtype: torch.dtype | None,
+    has_dispatcher: bool = False,
 ) -> _Projections:
-    first, (gate_up_w,) = ready(op, gate_up, dtype)
-    check_dtypes(op, x_TH, NAMES[0], first.weights[0], first.recipe)
-    second, (down_w,) = ready(op, down, dtype)
-    check_dtypes(op, x_TH, NAMES[1], second.weights[0], second.recipe)
-    return (first, gate_up_w), (second, down_w)
+    gate_up, (gate_up_w,) = ready(op, "gate_up_proj", gate_up, dtype, has_dispatcher)
+    down, (down_w,) = ready(op, "down_proj", down, dtype, has_dispatcher)
+    check_mlp(op, x_TH, gate_up, down, gated)
+    return (gate_up, gate_up_w), (down, down_w)
 
 
 def _apply(

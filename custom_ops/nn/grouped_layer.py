@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from grouped_linear.autograd.low_rank import Adapter
 from grouped_linear.autograd.projection import Projection
-from grouped_linear.nn.checks import check_options
+from grouped_linear.nn.checks import check_flags, check_parameters_dtype, check_recipe
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_grad_of
 from grouped_linear.nn.lora import Lora
@@ -53,10 +53,14 @@ class GroupedLayer(KeepsFrozen):
         dtype: torch.dtype | None,
     ) -> None:
         """Check and set the options of all weights; errors begin with the name ``owner``."""
-        check_options(owner, recipe, cache_weights, fuse_wgrad_accumulation, dtype)
+        flags = {"cache_weights": cache_weights, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
+        check_flags(owner, **flags)
+        check_parameters_dtype(owner, "dtype", dtype)
+        check_recipe(owner, recipe)
         recipe = recipe_for(recipe, weights)
         check_weights_kept(owner, recipe, weights, cache_weights, fuse_wgrad_accumulation)
-        self._recipe, self.weights = recipe, weights
+        self._owner, self._recipe, self.weights = owner, recipe, weights
+        self._stores_weight = cache_weights or weights is not None
         self.fuse_wgrad_accumulation, self.observed = fuse_wgrad_accumulation, None
 
     def _add_weight(self, name: str, w_ENK: Tensor, cached: bool) -> None:
@@ -80,15 +84,14 @@ class GroupedLayer(KeepsFrozen):
             if isinstance(kept, DelayedScalingState | WeightCache | TokenDispatcher):
                 kept.reset()
 
-    def _arguments(
+    def _projection(
         self,
-        owner: str,
         name: str,
         weights: Mapping[str, Any],
         bias: Tensor | None,
         first: Tensor | bool | None,
     ) -> Projection:
-        """The projection of the weight ``name`` in one call; errors begin with the name ``owner``.
+        """The projection of the weight ``name`` in one call.
 
         ``weights`` are its parameters by name, one or one for each expert; ``first`` is from
         :func:`read_flag`.
@@ -101,8 +104,8 @@ class GroupedLayer(KeepsFrozen):
             tensors = (frozen.stand_in,)
         else:
             if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
-                main_grad = main_grad_of(owner, weights, first)
-            stored, refresh = cached_weight(owner, cache, tensors, first)
+                main_grad = main_grad_of(self._owner, weights, first)
+            stored, refresh = cached_weight(self._owner, cache, tensors, first)
         recipe = (
             self._recipe if state is None else state.of_call(cache is not None and fills(first))
         )

@@ -5,19 +5,17 @@ T rows, E groups, K in_features, N out_features.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.autograd.projection import Projection
 from grouped_linear.nn.checks import (
     check_features,
     check_flags,
     check_mx_blocks,
     check_num_groups,
-    check_parameters,
 )
 from grouped_linear.nn.from_modules import fill, stack_linears
 from grouped_linear.nn.functional import apply_linear
@@ -224,24 +222,9 @@ class GroupedLinear(GroupedLayer):
             ValueError: for ``is_first_microbatch`` under a recipe that caches weights and without
                 ``cache_weights``, unless the weight is stored quantized anyway.
         """
-        given = self._projection(x, {"weight": self.weight}, self.bias, is_first_microbatch)
+        first = read_flag(self._owner, is_first_microbatch, x, self._recipe, self._stores_weight)
+        given = self._projection("weight", {"weight": self.weight}, self.bias, first)
         return apply_linear(x, m_splits, given)
-
-    def _projection(
-        self,
-        x: Tensor,
-        weights: Mapping[str, Any],
-        bias: Tensor | None,
-        is_first_microbatch: Tensor | bool | None,
-    ) -> Projection:
-        """The projection in a call, of the weights by name and the bias that a subclass chooses."""
-        stores_weight = self.weight_cache is not None or self.weights is not None
-        first = read_flag("GroupedLinear", is_first_microbatch, x, self._recipe, stores_weight)
-        given = self._arguments("GroupedLinear", "weight", weights, bias, first)
-        check_parameters("grouped_linear", bias=bias)
-        if given.stored is None:
-            check_parameters("grouped_linear", weight=given.weights[0])
-        return given
 
     def extra_repr(self) -> str:
         """The options that tell layers apart."""

@@ -26,7 +26,6 @@ from grouped_linear.nn.functional_mlp import apply_mlp, apply_mlp_sorted, config
 from grouped_linear.nn.gradient_accumulation import read_flag
 from grouped_linear.nn.grouped_layer import GroupedLayer
 from grouped_linear.nn.lora import Lora, check_lora
-from grouped_linear.nn.projection import local
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.quantized.weight import Weights
 from grouped_linear.quantized.weight_cache import WeightCache
@@ -248,8 +247,8 @@ class GroupedMLP(GroupedLayer):
                 "GroupedMLP: the dispatcher chooses max_rows where experts are on several "
                 "processes: give it a capacity_factor"
             )
-        config, projections = self._config, self._projections(x, is_first_microbatch)
-        given = x, top_k_weights, top_k_index, *projections, config
+        projections = self._projections(x, is_first_microbatch)
+        given = x, top_k_weights, top_k_index, *projections, self._config
         return apply_mlp(*given, max_rows=max_rows, dispatcher=self.dispatcher)
 
     def forward_sorted(
@@ -279,8 +278,8 @@ class GroupedMLP(GroupedLayer):
         """
         if self.dispatcher is not None:
             raise ValueError("GroupedMLP: forward_sorted is for rows that no dispatcher sorts")
-        config, projections = self._config, self._projections(x, is_first_microbatch)
-        return apply_mlp_sorted(x, m_splits, row_weights, *projections, config)
+        projections = self._projections(x, is_first_microbatch)
+        return apply_mlp_sorted(x, m_splits, row_weights, *projections, self._config)
 
     @property
     def _config(self) -> MLPConfig:
@@ -289,15 +288,11 @@ class GroupedMLP(GroupedLayer):
     def _projections(
         self, x: Tensor, is_first_microbatch: Tensor | bool | None
     ) -> tuple[Projection, Projection]:
-        stores_weight = self.gate_up_proj_cache is not None or self.weights is not None
-        first = read_flag("GroupedMLP", is_first_microbatch, x, self._recipe, stores_weight)
+        first = read_flag(self._owner, is_first_microbatch, x, self._recipe, self._stores_weight)
         weight, bias = {"gate_up_proj": self.gate_up_proj}, self.gate_up_proj_bias
-        gate_up = self._arguments("GroupedMLP", "gate_up_proj", weight, bias, first)
+        gate_up = self._projection("gate_up_proj", weight, bias, first)
         weight, bias = {"down_proj": self.down_proj}, self.down_proj_bias
-        down = self._arguments("GroupedMLP", "down_proj", weight, bias, first)
-        if self.dispatcher is not None:
-            gate_up, down = local(gate_up), local(down)
-        return gate_up, down
+        return gate_up, self._projection("down_proj", weight, bias, first)
 
     def extra_repr(self) -> str:
         """The options that tell layers apart."""

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from grouped_linear.autograd.router import RouterLogitsFunction
-from grouped_linear.nn.checks import as_rows, check_router, check_tensors
-from grouped_linear.nn.projection import autocast, autocast_dtype
+from grouped_linear.nn.arguments import as_rows, autocast
+from grouped_linear.nn.checks import check_router, check_tensor
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -42,11 +42,11 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tupl
     torch.Size([10, 64])
     """
     op = "router_logits"
-    check_tensors(op, ("x", "weight"), (x, weight))
+    check_tensor(op, "weight", weight)
     if bias is not None:
-        check_tensors(op, ("bias",), (bias,))
-    x_TH, dtype = as_rows(op, x), autocast_dtype(x.device)
-    x_TH, weight = autocast(x_TH, dtype), autocast(weight, dtype)
+        check_tensor(op, "bias", bias)
+    x_TH, dtype = as_rows(op, x)
+    weight = autocast(weight, dtype)
     bias = None if bias is None else autocast(bias, dtype)
     check_router(op, x_TH, weight, bias)
     if x.requires_grad:

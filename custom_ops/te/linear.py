@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.nn import linear
+from grouped_linear.nn.arguments import autocast_dtype
 from grouped_linear.nn.checks import (
     check_flags,
     check_num_groups,
@@ -21,7 +22,7 @@ from grouped_linear.nn.checks import (
     check_parameters_dtype,
 )
 from grouped_linear.nn.functional import apply_linear
-from grouped_linear.nn.projection import autocast_dtype
+from grouped_linear.nn.gradient_accumulation import read_flag
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import NEEDS, Weights, is_dtensor, local_part
 from grouped_linear.recipes import Recipe
@@ -212,7 +213,6 @@ class GroupedLinear(linear.GroupedLinear):
         """:meth:`grouped_linear.GroupedLinear.forward`; with return_bias it gives ``(y, bias)``."""
         named, bias = self._weights(), self._whole_bias()
         weights, later = tuple(named.values()), None
-        check_parameters("grouped_linear", bias=bias)
         defers = self.delay_wgrad_compute and torch.is_grad_enabled()
         if defers and any(w.requires_grad for w in weights):
             if torch.compiler.is_compiling():
@@ -222,11 +222,13 @@ class GroupedLinear(linear.GroupedLinear):
                 )
             later = partial(defer, self._deferred, weights)
             watch(self, self._deferred)
+        first = read_flag(self._owner, is_first_microbatch, x, self._recipe, self._stores_weight)
         added = None if self.return_bias else bias
-        given = self._projection(x, named, added, is_first_microbatch)
+        given = self._projection("weight", named, added, first)
         y = apply_linear(x, m_splits, given, self.save_original_input, later)
         if not self.return_bias:
             return y
+        check_parameters("grouped_linear", bias=bias)
         return y, None if bias is None else bias.to(y.dtype)
 
     def backward_dw(self) -> None:
