@@ -25,7 +25,7 @@ from grouped_linear.autograd.wgrad import edges_of, needs_grad_now
 from grouped_linear.ops.gradients import refuse_transforms
 from grouped_linear.recipes import Layouts
 from grouped_linear.recipes.format import COLUMNWISE_AGAIN, ROWWISE
-from grouped_linear.recipes.quantize import GradFormats, quantize
+from grouped_linear.recipes.quantize import GradFormats, quantize, recipe_of_wgrad
 
 
 class Arriving(NamedTuple):
@@ -192,7 +192,9 @@ class GroupedMLPFunction(torch.autograd.Function):
             transport = transport._replace(exchange=exchange[0])
         offs_E, dtype = rows.offs, d_out_TH.dtype
         gate_up, down = ctx.gate_up.restored(of_gate_up), ctx.down.restored(of_down)
-        down = down.as_down(dtype)
+        recipe_of_down = recipe_of_wgrad(down.recipe, dtype, down.in_features)
+        if recipe_of_down is not down.recipe:
+            down = down._replace(recipe=recipe_of_down)
         dx_TH = d_weight_TC = d_gate_up_RG = h_RF = None
         d_gate_up_w = d_gate_up_bias = d_gate_up_a = d_gate_up_b = None
         d_down_w = d_down_bias = d_down_a = d_down_b = None

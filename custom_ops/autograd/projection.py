@@ -21,7 +21,7 @@ from grouped_linear.recipes.format import (
     WeightList,
     with_shared_scale,
 )
-from grouped_linear.recipes.quantize import Source, quantize, recipe_of_wgrad
+from grouped_linear.recipes.quantize import Source, quantize
 from grouped_linear.recipes.weight import (
     QuantizedWeight,
     quantize_weight,
@@ -256,11 +256,6 @@ class Projection(NamedTuple):
         if kept.a_ErK is not None and kept.b_ENr is not None:
             adapter = Adapter(kept.a_ErK, kept.b_ENr, self.adapter.scaling, kept.mask, 0.0)
         return self._replace(adapter=adapter)
-
-    def as_down(self, dtype: torch.dtype) -> "Projection":
-        """The projection in the backward of an expert, where it is down and dy has this dtype."""
-        recipe = recipe_of_wgrad(self.recipe, dtype, self.in_features)
-        return self if recipe is self.recipe else self._replace(recipe=recipe)
 
     def split(self, term: LowRankTerm | None) -> tuple[LowRankTerm | None, LowRankTerm | None]:
         """The term that dgrad adds, and the one whose product dropout's mask multiplies first."""

@@ -4,13 +4,15 @@
 T rows, E groups (experts), K in_features, N out_features.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE
-from grouped_linear.nn.checks import check_recipe, check_state, check_tensor
+from grouped_linear.nn.checks import check_parameters, check_recipe, check_state, check_tensor
 from grouped_linear.quantized.weight import KEPT, local_part, stored_weight
 from grouped_linear.recipes import DelayedScalingState, Recipe
 from grouped_linear.recipes.format import WeightList
@@ -25,9 +27,9 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def autocast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+def autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Activations in autocast's dtype, which leaves dtypes alone that are none of activations."""
-    return x if dtype is None or x.dtype not in ACTIVATIONS else x.to(dtype)
+    return x.to(dtype) if x.dtype in ACTIVATIONS else x
 
 
 def as_rows(op: str, x: Tensor) -> tuple[Tensor, torch.dtype | None]:
@@ -39,12 +41,16 @@ def as_rows(op: str, x: Tensor) -> tuple[Tensor, torch.dtype | None]:
             f"got shape {list(x.shape)}"
         )
     dtype = autocast_dtype(x.device)
-    x = autocast(x, dtype)
+    x = x if dtype is None else autocast(x, dtype)
     return x if x.dim() == 2 else x.reshape(-1, x.size(-1)), dtype
 
 
 def ready(
-    op: str, name: str, given: Projection, dtype: torch.dtype | None, has_dispatcher: bool = False
+    op: str,
+    names: Sequence[str],
+    given: Projection,
+    dtype: torch.dtype | None,
+    has_dispatcher: bool = False,
 ) -> tuple[Projection, WeightList]:
     """A projection as it is multiplied, and the weights to differentiate; dtype is autocast's.
 
@@ -62,7 +68,9 @@ def ready(
             adapter=adapter,
         )
     weights = cast = given.weights
-    check_tensor(op, name, weights[0])
+    if given.stored is None:
+        check_parameters(op, **{names[0]: weights[0]})
+    check_parameters(op, **{names[1]: given.bias_EN})
     if given.stored is None and isinstance(weights[0], KEPT):
         given = given._replace(stored=stored_weight(op, weights[0], given.recipe))
     takes_one_dtype = dtype is not None and not given.recipe.weight.reads_any_dtype

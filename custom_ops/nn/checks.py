@@ -224,9 +224,9 @@ def assume(holds: Any, sentence: Callable[[], str]) -> None:
 def check_projection(op: str, names: Sequence[str], given: Projection, x: Tensor) -> None:
     """Check a projection that is multiplied with rows x, in the caller's words."""
     (weight, bias, lora, *letters), w, bias_EN = names, given.weights[0], given.bias_EN
-    if given.stored is None:
-        check_parameters(op, **{weight: w})
-    check_device(op, weight, w, x)
+    for name, t in ((weight, w), (bias, bias_EN)):
+        if t is not None and t.device != x.device:
+            raise RuntimeError(f"{op}: {name} is on {t.device}, x is on {x.device}")
     E = len(given.weights) if w.dim() == 2 else w.size(0)
     if not 1 <= E <= MAX_GROUPS:
         raise RuntimeError(f"{op}: E must be between 1 and {MAX_GROUPS}, got {E}")
@@ -246,14 +246,11 @@ def check_projection(op: str, names: Sequence[str], given: Projection, x: Tensor
             f"{op}: x is {dtype_name(x.dtype)}, {weight} {dtype_name(w.dtype)}: "
             "cast one of them, or use torch.autocast"
         )
-    if bias_EN is not None:
-        check_parameters(op, **{bias: bias_EN})
-        check_device(op, bias, bias_EN, x)
-        if bias_EN.shape != (E, w.size(-2)):
-            raise RuntimeError(
-                f"{op}: {bias} must be {[E, w.size(-2)]}, as {weight} is {[E, *w.shape[-2:]]}, got "
-                f"{list(bias_EN.shape)}"
-            )
+    if bias_EN is not None and bias_EN.shape != (E, w.size(-2)):
+        raise RuntimeError(
+            f"{op}: {bias} must be {[E, w.size(-2)]}, as {weight} is {[E, *w.shape[-2:]]}, got "
+            f"{list(bias_EN.shape)}"
+        )
     if given.adapter is not None:
         check_adapter(op, lora, given.adapter, weight, w, x)
 

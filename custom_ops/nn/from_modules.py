@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import nn
 
-from grouped_linear.nn.check_swiglu import Expert, check_swiglu
+from grouped_linear.nn.check_swiglu import check_swiglu
 from grouped_linear.nn.checks import check_whole
 
 Names = tuple[str, str, str]
@@ -63,7 +62,7 @@ def stack_experts(op: str, modules: Iterable[nn.Module]) -> Parameters:
             "neither"
         )
     for expert in experts:
-        _check_swiglu(op, expert, names)
+        check_swiglu(op, expert, names)
     return {
         "gate_up_proj": _stacked([[e.get_parameter(name) for name in names[:2]] for e in experts]),
         "down_proj": _stacked([[e.get_parameter(names[2])] for e in experts]),
@@ -137,13 +136,3 @@ def _lost(expert: nn.Module) -> Iterator[str]:
     for name, p in expert.named_parameters():
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             yield f".{name} has hooks"
-
-
-def _check_swiglu(op: str, expert: nn.Module, names: Names) -> None:
-    def run(x_ERH: Tensor, stand_ins: Sequence[Expert] | None) -> Tensor:
-        other = {} if stand_ins is None else dict(zip(names, stand_ins[0][:3], strict=True))
-        y_RH: Tensor = functional_call(expert, other, x_ERH[0])
-        return y_RH[None]
-
-    weights = (expert.get_parameter(name).detach() for name in names)
-    check_swiglu(op, expert, run, [Expert(*weights)])

@@ -85,7 +85,7 @@ def apply_linear(
     """Compute :func:`grouped_linear` with the options that :class:`GroupedLinear` has besides."""
     op = "grouped_linear"
     x_TK, dtype = as_rows(op, x)
-    projection, inputs = ready(op, "weight", given, dtype)
+    projection, inputs = ready(op, LINEAR, given, dtype)
     weights = projection.weights
     if x_TK.size(1) != projection.in_features:
         raise RuntimeError(

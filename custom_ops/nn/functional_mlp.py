@@ -17,6 +17,8 @@ from grouped_linear.autograd.projection import Projection
 from grouped_linear.autograd.routing import ChosenRows, SortedRows, truncate_routing
 from grouped_linear.nn.arguments import as_rows, ready, recipe_of_call, with_dropout
 from grouped_linear.nn.checks import (
+    DOWN,
+    GATE_UP,
     check_activation,
     check_choices,
     check_flags,
@@ -289,8 +291,8 @@ def _ready(
     dtype: torch.dtype | None,
     has_dispatcher: bool = False,
 ) -> _Projections:
-    gate_up, (gate_up_w,) = ready(op, "gate_up_proj", gate_up, dtype, has_dispatcher)
-    down, (down_w,) = ready(op, "down_proj", down, dtype, has_dispatcher)
+    gate_up, (gate_up_w,) = ready(op, GATE_UP, gate_up, dtype, has_dispatcher)
+    down, (down_w,) = ready(op, DOWN, down, dtype, has_dispatcher)
     check_mlp(op, x_TH, gate_up, down, gated)
     return (gate_up, gate_up_w), (down, down_w)
 

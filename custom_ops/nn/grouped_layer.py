@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.autograd.low_rank import Adapter
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.nn.checks import check_flags, check_parameters_dtype, check_recipe
 from grouped_linear.nn.dispatcher import TokenDispatcher
@@ -109,7 +108,10 @@ class GroupedLayer(KeepsFrozen):
         recipe = (
             self._recipe if state is None else state.of_call(cache is not None and fills(first))
         )
-        recipe, adapter = recipe or UNQUANTIZED, self._adapter(name)
+        recipe, adapter, lora = recipe or UNQUANTIZED, None, self._adapters.get(name)
+        if lora is not None:
+            a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
+            adapter = lora.adapter(a, b, self.training)
         if self.observed is not None:
             recipe = self.observed.recipe(name, recipe)
         return Projection(tensors, bias, recipe, stored, main_grad, adapter, refresh)
@@ -140,13 +142,6 @@ class GroupedLayer(KeepsFrozen):
             bound = 1 / math.sqrt(a.size(2))
             nn.init.uniform_(a, -bound, bound)
             nn.init.zeros_(b)
-
-    def _adapter(self, name: str) -> Adapter | None:
-        lora = self._adapters.get(name)
-        if lora is None:
-            return None
-        a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
-        return lora.adapter(a, b, self.training)
 
     @torch.no_grad()
     def merge_lora(self) -> None:

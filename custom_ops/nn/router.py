@@ -46,8 +46,9 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tupl
     if bias is not None:
         check_tensor(op, "bias", bias)
     x_TH, dtype = as_rows(op, x)
-    weight = autocast(weight, dtype)
-    bias = None if bias is None else autocast(bias, dtype)
+    if dtype is not None:
+        weight = autocast(weight, dtype)
+        bias = None if bias is None else autocast(bias, dtype)
     check_router(op, x_TH, weight, bias)
     if x.requires_grad:
         logits_TE, x_TH = RouterLogitsFunction.apply(x_TH, weight, bias)

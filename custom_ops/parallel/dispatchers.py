@@ -122,22 +122,6 @@ class _StaticDispatcher(TokenDispatcher):
         """Which tokens go where. Choices that are dropped are counted in ``dropped``."""
         raise NotImplementedError
 
-    def check_equal_tokens(self, x: Tensor) -> None:
-        """Raise RuntimeError, on every process, where they have different numbers of tokens."""
-        name = type(self).__name__
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"{name}: check_tokens reads on the host how many tokens each process has: leave "
-                "it out under torch.compile"
-            )
-        own_D = torch.full((self.group.size,), x.size(0), device=x.device)
-        counts = exchange_counts(own_D, self.group).tolist()
-        if len(set(counts)) > 1:
-            raise RuntimeError(
-                f"{name}: every process must have as many tokens, got {counts}: pad with tokens "
-                "whose experts are -1"
-            )
-
     def dispatch(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Dispatched:
         """Send each token once to each process that holds one of its experts."""
         expert_TC = self._experts(top_k_index)
@@ -170,7 +154,19 @@ class _StaticDispatcher(TokenDispatcher):
 
     def _transport(self, x: Tensor, expert_TC: Tensor) -> Transport:
         if self.check_tokens:
-            self.check_equal_tokens(x)
+            name = type(self).__name__
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"{name}: check_tokens reads on the host how many tokens each process has: "
+                    "leave it out under torch.compile"
+                )
+            own_D = torch.full((self.group.size,), x.size(0), device=x.device)
+            counts = exchange_counts(own_D, self.group).tolist()
+            if len(set(counts)) > 1:
+                raise RuntimeError(
+                    f"{name}: every process must have as many tokens, got {counts}: pad with "
+                    "tokens whose experts are -1"
+                )
         return Transport(self.group, self.fp8, self.exchange(expert_TC))
 
     def _own(self, expert_TC: Tensor, expert_SC: Tensor) -> tuple[Tensor, int | None]:

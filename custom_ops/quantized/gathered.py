@@ -91,12 +91,13 @@ class GatheredWeight(Tensor):
         cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         t = args[0]
-        layout = t.shape, t.stride(), t.storage_offset()
-        alike = (
-            func in (aten.detach.default, aten.alias.default)
-            or (func is aten.view.default and tuple(args[1]) == t.shape)
-            or (func is aten.as_strided.default and _layout_of(*args) == layout)
-        )
+        layout = tuple(t.shape), t.stride(), t.storage_offset()
+        alike = func in (aten.detach.default, aten.alias.default)
+        if func is aten.view.default:
+            alike = tuple(args[1]) == t.shape
+        elif func is aten.as_strided.default:
+            size, stride, *offset = args[1:]
+            alike = (tuple(size), tuple(stride), *(offset or layout[2:])) == layout
         if not alike:
             raise RuntimeError(
                 f"GatheredWeight: FSDP2 gathers FP8 numbers alone, which layers read, got {func}: "
@@ -106,8 +107,3 @@ class GatheredWeight(Tensor):
             q, scale = aten.alias(t.q), aten.alias(t.scale)
         out = GatheredWeight(q, scale, t.recipe, t.dtype)
         return return_and_correct_aliasing(func, args, kwargs or {}, out)
-
-
-def _layout_of(t: Tensor, size: Any, stride: Any, offset: int | None = None) -> tuple[Any, ...]:
-    """The size, stride and offset that as_strided is asked for."""
-    return torch.Size(size), tuple(stride), t.storage_offset() if offset is None else offset

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, arguments_of
 from grouped_linear.quantized.gathered import views_of
-from grouped_linear.recipes.weight import stores
+from grouped_linear.recipes.weight import QuantizedWeight, stores
 
 aten = torch.ops.aten
 
@@ -38,6 +39,13 @@ class HandledTensor(Tensor):
         cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         return HANDLERS.get(func, read_or_write)(func, args, kwargs or {})
+
+
+def count_write(parts: QuantizedWeight) -> None:
+    """Count a write to each part, below autograd."""
+    for part in parts:
+        if part is not None:
+            torch.autograd.graph.increment_version(part)
 
 
 def handles(*overloads: Any) -> Callable[[Handler], Handler]:
@@ -275,19 +283,15 @@ def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Quantize; copies of a weight into another at the end of a trace copy each part."""
     to, source = args[:2]
-    if type(getattr(to, "q", None)) in (Tensor, type(None)) or not _alike(to, source):
+    weights: list[Any] = [t for t in (to, source) if isinstance(t, HandledTensor)]
+    weights = [t for t in weights if t.is_whole]
+    alike = len({(t.recipe, t.dtype, t.shape, t.q_t is None) for t in weights}) == 1
+    if type(getattr(to, "q", None)) in (Tensor, type(None)) or len(weights) < 2 or not alike:
         return read_or_write(func, args, kwargs)
     for part, other in zip((to.numbers, *to.parts), (source.numbers, *source.parts), strict=True):
         if part is not None:
             func(part, other, *args[2:], **kwargs)
     return to
-
-
-def _alike(to: Any, source: Any) -> bool:
-    weights: list[Any] = [t for t in (to, source) if isinstance(t, HandledTensor)]
-    weights = [t for t in weights if t.is_whole]
-    facts = {(t.recipe, t.dtype, t.shape, t.q_t is None) for t in weights}
-    return len(weights) == 2 and len(facts) == 1
 
 
 @handles(aten.record_stream.default)
@@ -297,3 +301,78 @@ def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for part in (t.master, *t.parts):
         if part is not None:
             func(part, stream)
+
+
+# --- torch.optim.AdamW and Adam with fused=True --------------------------------------------------
+
+_LISTS = ("self", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps")
+
+
+@handles(
+    aten._fused_adamw_.default,
+    aten._fused_adamw_.tensor_lr,
+    aten._fused_adam_.default,
+    aten._fused_adam_.tensor_lr,
+)
+def _fused_adam(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A step of each weight in one pass, where that has torch's bits; of the others as torch."""
+    arguments = arguments_of(func, args, kwargs)
+    lists = {name: arguments.pop(name) for name in _LISTS}
+    options = {
+        "decoupled_weight_decay": func.overloadpacket is aten._fused_adamw_,
+        "maximize": arguments["maximize"],
+        **{name: arguments[name] for name in ("beta1", "beta2", "weight_decay", "eps")},
+        **{name: _scalar(arguments[name]) for name in ("grad_scale", "found_inf")},
+    }
+    others, lr = [], arguments["lr"]
+    for i, w in enumerate(lists["self"]):
+        tensors: list[Any] = [values[i] if values else None for values in lists.values()][1:]
+        if isinstance(w, HandledTensor) and _fits(w, tensors, options):
+            on_device = isinstance(lr, Tensor) and lr.device == w.device
+            given = {"lr_tensor": _scalar(lr)} if on_device else {"lr": float(lr)}
+            _step(w, tensors, options | given)
+        else:
+            others.append(i)
+    if others:
+        rest = [[values[i] for i in others] if values else [] for values in lists.values()]
+        read_or_write(func, tuple(rest), arguments)
+
+
+def _scalar(t: Any) -> Any:
+    """The number in a tensor of one element, as the op takes it."""
+    return t if t is None else t.reshape(()).float()
+
+
+def _experts(t: Any) -> Any:
+    """The tensor of E experts, also where t is that of one."""
+    return t if t is None else t.view(-1, *t.shape[-2:])
+
+
+def _fits(w: Any, tensors: list[Any], options: dict[str, Any]) -> bool:
+    """Whether one pass has the bits of torch's step, and of quantizing what it gives."""
+    *like_w, step = tensors
+    is_adamw = options["decoupled_weight_decay"] or not options["weight_decay"]
+    return (
+        w.device.type == "cuda"  # torch's step on a CPU has other bits
+        and is_adamw
+        and w.recipe.weight.in_blocks
+        and w.is_whole
+        and not w.is_traced_part
+        and w.dim() in (2, 3)
+        and w.numel() > 0
+        and all(t.dtype == w.dtype and t.device == w.device for t in like_w if t is not None)
+        and all(t.is_contiguous() for t in like_w[1:] if t is not None)
+        and step.device == w.device
+    )
+
+
+def _step(w: Any, others: list[Any], options: dict[str, Any]) -> None:
+    grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step = others
+    dense = grad.contiguous()
+    q, scale, q_t, master = map(_experts, (w.q, w.scale, w.q_t, w.master))
+    g, m, v, max_v = map(_experts, (dense, exp_avg, exp_avg_sq, max_exp_avg_sq))
+    options = w.recipe.weight.scale_options | options
+    ops.adam_weight_(q, scale, q_t, master, g, m, v, max_v, _scalar(step), **options)
+    if dense is not grad and options["grad_scale"] is not None:
+        grad.copy_(dense)
+    count_write(w.parts)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import E4M3, Rules
 from grouped_linear.quantized.gathered import GatheredWeight, views_of
-from grouped_linear.quantized.master_dispatch import HandledTensor
+from grouped_linear.quantized.master_dispatch import HandledTensor, count_write
 from grouped_linear.recipes import Float8BlockScaling, Float8CurrentScaling, Format, Recipe
 from grouped_linear.recipes.weight import (
     QuantizedWeight,
@@ -433,13 +433,6 @@ def _refresh(master: Tensor, parts: QuantizedWeight, format: Format) -> None:
         to, master = parts.each(lambda part: part[None]), master[None]
     refresh_weight_(to, (master,), format, None)
     count_write(parts)
-
-
-def count_write(parts: QuantizedWeight) -> None:
-    """Count a write to each part, below autograd."""
-    for part in parts:
-        if part is not None:
-            torch.autograd.graph.increment_version(part)
 
 
 def _quantized(master: Tensor, recipe: Recipe, columnwise: bool) -> GroupedTensorWithMaster:

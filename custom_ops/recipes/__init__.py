@@ -6,7 +6,7 @@ A :class:`Recipe` is data: a :class:`Format` for x, for the weight and for dy. `
 names that users need; the package imports others from their files.
 """
 
-from grouped_linear.recipes.block import Float8BlockScaling
+from grouped_linear.recipes.block import Float8BlockScaling, MXFP8BlockScaling
 from grouped_linear.recipes.current import Float8CurrentScaling
 from grouped_linear.recipes.delayed import (
     DelayedScaling,
@@ -15,7 +15,6 @@ from grouped_linear.recipes.delayed import (
     update_scales,
 )
 from grouped_linear.recipes.format import Format, Layouts, Operands
-from grouped_linear.recipes.mx import MXFP8BlockScaling
 from grouped_linear.recipes.recipe import Recipe
 
 __all__ = [

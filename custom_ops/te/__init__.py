@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """:class:`grouped_linear.GroupedLinear` with the arguments of TransformerEngine, in its order."""
 
-from grouped_linear.te.linear import GroupedLinear, RngStateTracker
+from grouped_linear.te.linear import GroupedLinear
 
-__all__ = ["GroupedLinear", "RngStateTracker"]
+__all__ = ["GroupedLinear"]

@@ -6,9 +6,9 @@ E groups, K in_features, N out_features.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,6 @@ from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import NEEDS, Weights, is_dtensor, local_part
 from grouped_linear.recipes import Recipe
 from grouped_linear.te.deferred import Deferred, compute_oldest, defer, watch
-
-
-class RngStateTracker(Protocol):
-    """What ``get_rng_state_tracker`` returns, Megatron's convention."""
-
-    def fork(self, name: str = ...) -> AbstractContextManager[Any]:
-        """A context in which the named random state is the current one."""
-        ...
 
 
 class GroupedLinear(linear.GroupedLinear):
@@ -93,7 +85,7 @@ class GroupedLinear(linear.GroupedLinear):
         fuse_wgrad_accumulation: bool = False,
         tp_group: None = None,
         tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], RngStateTracker] | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
         rng_tracker_name: str | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         bias: bool = True,
@@ -286,12 +278,6 @@ class GroupedLinear(linear.GroupedLinear):
         for w, own in zip(self._weights().values(), whole, strict=True):
             w.data = own
 
-    @torch.no_grad()
-    def _tie(self) -> None:
-        """Put a weight's experts side by side in memory."""
-        if self._side_by_side() is None:
-            self._lie_in(torch.stack([w.detach() for w in self._weights().values()]))
-
     @contextmanager
     def _tied_if_moved(self) -> Iterator[None]:
         """Tie experts that the block moves; others may be views of their owner's buffer."""
@@ -301,8 +287,10 @@ class GroupedLinear(linear.GroupedLinear):
         before = [w.untyped_storage() for w in self._weights().values()]
         yield
         after = [w.untyped_storage() for w in self._weights().values()]
-        if any(a._cdata != b._cdata for a, b in zip(after, before, strict=True)):
-            self._tie()
+        moved = any(a._cdata != b._cdata for a, b in zip(after, before, strict=True))
+        if moved and self._side_by_side() is None:
+            with torch.no_grad():
+                self._lie_in(torch.stack([w.detach() for w in self._weights().values()]))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
         with self._tied_if_moved():
