@@ -49,14 +49,16 @@ def check_model(op: str, model: Any) -> None:
 
 def check_num_groups(layer: str, name: str, number: int) -> None:
     """Raise ValueError unless it is an integer from 1 to 1024."""
-    _check_integer(layer, name, number)
+    if not is_integer(number):
+        raise ValueError(f"{layer}: {name} must be an integer, got {number!r}")
     if not 1 <= number <= MAX_GROUPS:
         raise ValueError(f"{layer}: {name} must be between 1 and {MAX_GROUPS}, got {number}")
 
 
 def check_features(layer: str, name: str, size: int) -> None:
     """Raise ValueError unless it is a positive multiple of 16."""
-    _check_integer(layer, name, size)
+    if not is_integer(size):
+        raise ValueError(f"{layer}: {name} must be an integer, got {size!r}")
     if size <= 0 or size % FEATURE_MULTIPLE:
         raise ValueError(
             f"{layer}: {name} must be a positive multiple of {FEATURE_MULTIPLE}, got {size}"
@@ -70,11 +72,6 @@ def check_mx_blocks(layer: str, weights: Any, **features: int) -> None:
             raise ValueError(
                 f"{layer}: {name} must be a multiple of {MX_BLOCK} with weights='mxfp4', got {size}"
             )
-
-
-def _check_integer(layer: str, name: str, number: Any) -> None:
-    if not is_integer(number):
-        raise ValueError(f"{layer}: {name} must be an integer, got {number!r}")
 
 
 def check_parameters_dtype(layer: str, name: str, dtype: Any) -> None:
@@ -253,22 +250,6 @@ def check_projection(op: str, names: Sequence[str], given: Projection, x: Tensor
         )
     if given.adapter is not None:
         check_adapter(op, lora, given.adapter, weight, w, x)
-
-
-def check_router(op: str, x_TH: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Check a router's product in the caller's words."""
-    H = x_TH.size(1)
-    if weight.dim() != 2 or weight.size(1) != H:
-        raise RuntimeError(f"{op}: weight must be [E, H], and x has H = {H}, got {[*weight.shape]}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise RuntimeError(f"{op}: bias must be {[weight.size(0)]}, got {[*bias.shape]}")
-    for name, t in (("weight", weight), ("bias", bias)):
-        check_device(op, name, t, x_TH)
-        if t is not None and t.dtype != x_TH.dtype:
-            raise RuntimeError(
-                f"{op}: x is {dtype_name(x_TH.dtype)}, {name} {dtype_name(t.dtype)}: "
-                "cast one of them, or use torch.autocast"
-            )
 
 
 def check_choices(

@@ -23,12 +23,6 @@ SWIGLU: tuple[Names, ...] = (
 )
 
 
-def swiglu_names(expert: nn.Module) -> Names | None:
-    """The names of gate, up and down, if an expert has these parameters and no others."""
-    parameters = set(_names(expert))
-    return next((names for names in SWIGLU if set(names) == parameters), None)
-
-
 def stack_linears(op: str, linears: Iterable[nn.Module]) -> Parameters:
     """The weights of torch.nn.Linear as weight [E, N, K], their biases as bias [E, N]."""
     experts = _listed(op, linears)
@@ -44,7 +38,8 @@ def stack_linears(op: str, linears: Iterable[nn.Module]) -> Parameters:
 def stack_experts(op: str, modules: Iterable[nn.Module]) -> Parameters:
     """The weights of SwiGLU experts as gate_up_proj [E, 2 F, H] and down_proj [E, H, F]."""
     experts = _listed(op, modules)
-    names = swiglu_names(experts[0]) if experts else None
+    own = set(_names(experts[0])) if experts else None
+    names = next((names for names in SWIGLU if set(names) == own), None)
     if names is None:
         got = ", ".join(_names(experts[0])) if experts else "no module"
         raise ValueError(

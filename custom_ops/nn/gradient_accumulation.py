@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient accumulation: ``is_first_microbatch``, the weight cache and ``main_grad``.
+"""Gradient accumulation: ``is_first_microbatch`` and ``main_grad``.
 
 Each function checks its arguments. `layer` is the name that error messages begin with.
 """
@@ -13,10 +13,8 @@ from torch import Tensor
 from grouped_linear.autograd.wgrad import MainGrad
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.quantized.weight import local_part
-from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import Recipe
-from grouped_linear.recipes.format import WeightList
-from grouped_linear.recipes.weight import QuantizedWeight, stores
+from grouped_linear.recipes.weight import stores
 
 
 def read_flag(
@@ -48,34 +46,6 @@ def read_flag(
     return first.clone()
 
 
-def fills(first: Tensor | bool | None) -> bool:
-    """Whether a call fills a weight cache, or may: a tensor is not read."""
-    return first is not None and first is not False
-
-
-def cached_weight(
-    layer: str, cache: WeightCache | None, weights: WeightList, first: Tensor | bool | None
-) -> tuple[QuantizedWeight | None, Tensor | bool]:
-    """Return the cached weight that a call reads, or None, and whether the call fills it first."""
-    if first is None or cache is None:
-        return None, False
-    # A graph must not depend on the cache's contents. In a compiled call an empty cache gives NaN.
-    if torch.compiler.is_compiling():
-        return cache.quantized_weight(), first
-    if first is False and not cache.warm:
-        raise RuntimeError(
-            f"{layer}: is_first_microbatch=False reads the weight cache, which holds no "
-            "weight yet, or none since parameters were loaded, drawn or moved: call with True"
-        )
-    if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        cache.used_by_graph()
-    elif first is False:
-        cache.check_source(layer, weights)
-    else:
-        cache.filled_from(weights if first is True else None)
-    return cache.quantized_weight(), first
-
-
 def main_grad_of(
     layer: str, weights: Mapping[str, Any], first: Tensor | bool | None
 ) -> MainGrad | None:
@@ -96,7 +66,14 @@ def main_grad_of(
             )
     main_grads = tuple(local_part(w.main_grad) for w in parameters)
     for (name, w), grad in zip(weights.items(), main_grads, strict=True):
-        _check_main_grad(layer, name, local_part(w), grad)
+        own = local_part(w)
+        fits = grad.shape == own.shape and grad.device == own.device
+        if not fits or grad.dtype not in (torch.float32, torch.bfloat16):
+            raise RuntimeError(
+                f"{layer}: {name}.main_grad must be {list(own.shape)} float32 or bfloat16 on "
+                f"{own.device}, as {name} is, got {list(grad.shape)} {dtype_name(grad.dtype)} on "
+                f"{grad.device}"
+            )
     # Two GEMMs would add to one tensor concurrently. Dynamo raises an error of its own.
     if not torch.compiler.is_compiling() and len(set(map(id, main_grads))) < len(main_grads):
         raise RuntimeError(
@@ -112,13 +89,3 @@ def main_grad_of(
         for w in parameters:
             w.grad_added_to_main_grad = True
     return MainGrad(main_grads, overwrite, returns_zeros)
-
-
-def _check_main_grad(layer: str, name: str, w: Tensor, grad: Tensor) -> None:
-    """Raise RuntimeError for a main_grad that no GEMM can add to."""
-    fits = grad.shape == w.shape and grad.device == w.device
-    if not fits or grad.dtype not in (torch.float32, torch.bfloat16):
-        raise RuntimeError(
-            f"{layer}: {name}.main_grad must be {list(w.shape)} float32 or bfloat16 on {w.device}, "
-            f"as {name} is, got {list(grad.shape)} {dtype_name(grad.dtype)} on {grad.device}"
-        )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.nn.checks import check_flags, check_parameters_dtype, check_recipe
 from grouped_linear.nn.dispatcher import TokenDispatcher
-from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_grad_of
+from grouped_linear.nn.gradient_accumulation import main_grad_of
 from grouped_linear.nn.lora import Lora
 from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen
 from grouped_linear.quantized.weight import Weights, check_weights_kept, keep_weight, recipe_for
@@ -104,10 +104,11 @@ class GroupedLayer(KeepsFrozen):
         else:
             if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
                 main_grad = main_grad_of(self._owner, weights, first)
-            stored, refresh = cached_weight(self._owner, cache, tensors, first)
-        recipe = (
-            self._recipe if state is None else state.of_call(cache is not None and fills(first))
-        )
+            if cache is not None and first is not None:
+                stored, refresh = cache.read(self._owner, tensors, first), first
+        recipe = self._recipe
+        if state is not None:
+            recipe = state.of_call(fills_cache=refresh is not False)
         recipe, adapter, lora = recipe or UNQUANTIZED, None, self._adapters.get(name)
         if lora is not None:
             a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")

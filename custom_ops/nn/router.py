@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from grouped_linear.autograd.router import RouterLogitsFunction
+from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.nn.arguments import as_rows, autocast
-from grouped_linear.nn.checks import check_router, check_tensor
+from grouped_linear.nn.checks import check_device, check_tensor
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -49,7 +50,18 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tupl
     if dtype is not None:
         weight = autocast(weight, dtype)
         bias = None if bias is None else autocast(bias, dtype)
-    check_router(op, x_TH, weight, bias)
+    H = x_TH.size(1)
+    if weight.dim() != 2 or weight.size(1) != H:
+        raise RuntimeError(f"{op}: weight must be [E, H], and x has H = {H}, got {[*weight.shape]}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise RuntimeError(f"{op}: bias must be {[weight.size(0)]}, got {[*bias.shape]}")
+    for name, t in (("weight", weight), ("bias", bias)):
+        check_device(op, name, t, x_TH)
+        if t is not None and t.dtype != x_TH.dtype:
+            raise RuntimeError(
+                f"{op}: x is {dtype_name(x_TH.dtype)}, {name} {dtype_name(t.dtype)}: "
+                "cast one of them, or use torch.autocast"
+            )
     if x.requires_grad:
         logits_TE, x_TH = RouterLogitsFunction.apply(x_TH, weight, bias)
     else:  # the function would make x require grad, and the experts compute it

@@ -91,20 +91,6 @@ def exchange_counts(sent_D: Tensor, group: Group) -> Tensor:
     return _c10d.wait_tensor(_c10d.all_to_all_single(sent_D, ones, ones, group.name))
 
 
-def _quantize(x_TH: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes of e4m3 [T, H] and scales [T, n]: powers of two, so that 16 bits hold each product."""
-    # Explicit: Dynamo makes an input of a float default, and loses it in a backward (2.13).
-    q, scale, *_ = ops.group_quantize(x_TH, _one_group(x_TH), amax_epsilon=0.0)
-    assert q is not None
-    assert scale is not None
-    return q.view(torch.uint8), scale[:, : x_TH.size(0)].t().contiguous()
-
-
-def _dequantize(q_SH: Tensor, scale_Sn: Tensor, dtype: torch.dtype) -> Tensor:
-    scale = pad(scale_Sn.t(), (0, -q_SH.size(0) % SCALE_ROW_MULTIPLE)).contiguous()
-    return ops.group_dequantize(q_SH.view(E4M3), scale, _one_group(q_SH), dtype)
-
-
 def _one_group(rows: Tensor) -> Tensor:
     return torch.full((1,), rows.size(0), dtype=torch.int32, device=rows.device)
 
@@ -131,8 +117,13 @@ class Transport(NamedTuple):
         """
         exchange, sent, parts = self.exchange, x_TH, []
         if self.fp8:
-            sent, scale_Tn = _quantize(x_TH)
-            parts.append(scale_Tn.view(torch.int32))
+            # Scales are powers of two, so that 16 bits hold each product. The option is explicit:
+            # Dynamo makes an input of a float default, and loses it in a backward (2.13).
+            q, scale, *_ = ops.group_quantize(x_TH, _one_group(x_TH), amax_epsilon=0.0)
+            assert q is not None
+            assert scale is not None
+            sent = q.view(torch.uint8)
+            parts.append(scale[:, : x_TH.size(0)].t().contiguous().view(torch.int32))
         if numbers_TI is not None:
             parts.append(numbers_TI)
         beside = None
@@ -159,7 +150,8 @@ class Transport(NamedTuple):
         if not self.fp8:
             return came
         scale_Sn = beside[:, : self._num_scales(rows)].contiguous().view(torch.float32)
-        return _dequantize(came, scale_Sn, dtype)
+        scale = pad(scale_Sn.t(), (0, -came.size(0) % SCALE_ROW_MULTIPLE)).contiguous()
+        return ops.group_dequantize(came.view(E4M3), scale, _one_group(came), dtype)
 
     def _num_scales(self, rows: Tensor) -> int:
         return ceil_div(rows.size(1), BLOCK) if self.fp8 else 0

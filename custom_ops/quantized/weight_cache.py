@@ -83,27 +83,35 @@ class WeightCache(nn.Module):
         written = self.values if self.scale is None else self.scale
         return written._version
 
-    # --- what it was filled from -----------------------------------------------------------------
+    def read(self, layer: str, weights: WeightList, first: Tensor | bool) -> QuantizedWeight:
+        """The tensors, for a call of these weights, which fills them first unless told False."""
+        tensors = self.quantized_weight()
+        if torch.compiler.is_compiling():  # a graph must not depend on it; an empty one gives NaN
+            return tensors
+        if first is False and not self.warm:
+            raise RuntimeError(
+                f"{layer}: is_first_microbatch=False reads the weight cache, which holds no "
+                "weight yet, or none since parameters were loaded, drawn or moved: call with True"
+            )
+        if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            # The graph fills it, or may: from now on the host cannot know from what.
+            self._in_graphs, self._source = True, None
+        elif first is not False:
+            known = first is True and not self._in_graphs
+            self._source = _identity(weights) if known else None
+        elif self._source not in (None, _identity(weights)):
+            is_same = [number for number, _ in self._source or ()] == [id(w) for w in weights]
+            changed = "was written since, as by an optimizer"
+            was = changed if is_same else "is another tensor in this call"
+            raise RuntimeError(
+                f"{layer}: is_first_microbatch=False reads the weight cache, and the weight that "
+                f"filled it {was}: call with True"
+            )
+        return tensors
 
-    def filled_from(self, weights: WeightList | None) -> None:
-        """Note what this call fills it from; None where the host cannot know."""
-        known = weights is not None and not self._in_graphs
-        self._source = _identity(weights) if known else None  # type: ignore[arg-type]
-
-    def used_by_graph(self) -> None:
-        """Note that a CUDA graph fills it, or may: from now on the host cannot know from what."""
-        self._in_graphs, self._source = True, None
-
-    def check_source(self, layer: str, weights: WeightList) -> None:
-        """Raise RuntimeError for a call with other weights than those that filled it, if known."""
-        if self._source is None or self._source == _identity(weights):
-            return
-        same = [number for number, _ in self._source] == [id(w) for w in weights]
-        what = "was written since, as by an optimizer" if same else "is another tensor in this call"
-        raise RuntimeError(
-            f"{layer}: is_first_microbatch=False reads the weight cache, and the weight that "
-            f"filled it {what}: call with True"
-        )
+    def quantized_weight(self) -> QuantizedWeight:
+        """The tensors, as a recipe refreshes and reads them."""
+        return QuantizedWeight(self.values, self.scale, self.columnwise)
 
     # --- cold and warm ---------------------------------------------------------------------------
 
@@ -132,10 +140,6 @@ class WeightCache(nn.Module):
         with torch.inference_mode(False):
             self._keep(new_weight(self.recipe.weight, E, N, K, there.device))
             self.reset()
-
-    def quantized_weight(self) -> QuantizedWeight:
-        """The tensors, as a recipe refreshes and reads them."""
-        return QuantizedWeight(self.values, self.scale, self.columnwise)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WeightCache":
         """Follow the model to another device, but keep each dtype. A cache that moved is cold.

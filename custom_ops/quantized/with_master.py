@@ -174,8 +174,13 @@ class GroupedTensorWithMaster(HandledTensor):
         if self.is_traced_part:
             assert self.whole is not None
             master, parts = self.whole
+        to = parts
+        if master.dim() == 2:
+            to, master = parts.each(lambda part: part[None]), master[None]
         if master.numel():
-            _refresh(master, parts, self.recipe.weight)
+            with torch.no_grad():
+                refresh_weight_(to, (master,), self.recipe.weight, None)
+            count_write(parts)  # a forward may have saved them for its backward
         return self
 
     # --- reading ---------------------------------------------------------------------------------
@@ -283,8 +288,10 @@ class GroupedTensorWithMaster(HandledTensor):
 
     def of(self, master: Tensor, columnwise: bool | None = None) -> "GroupedTensorWithMaster":
         """A tensor of another master, quantized as this one is."""
-        recipe, columnwise = self.recipe, self.q_t is not None if columnwise is None else columnwise
-        return _quantized(master, recipe, columnwise)
+        columnwise = self.q_t is not None if columnwise is None else columnwise
+        whole: Any = master if master.dim() == 3 else master[None]
+        whole = GroupedTensorWithMaster.quantize(whole, self.recipe, columnwise=columnwise)
+        return whole if master.dim() == 3 else whole[0]
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -366,13 +373,14 @@ class GroupedTensorWithMaster(HandledTensor):
             return plain.__reduce_ex__(protocol)
         recipe = self.recipe
         by_name = type(recipe) in _PICKLED_BY_NAME.values()
+        bits = self.parts.each(lambda part: part.view(torch.uint8) if part.dtype == E4M3 else part)
         state = {
             # The same memory as another storage. Tensors that are saved together and share one
             # share the loaded one, and a plain one among them would write past the FP8 numbers.
             "master": self.master if self.is_meta else torch.utils.dlpack.from_dlpack(self.master),
             # Loading computes nothing: torch's older file format has no numbers there yet. That
             # format has no float8 either.
-            "parts": tuple(self.parts.each(_without_float8)),
+            "parts": tuple(bits),
             "recipe": (type(recipe).__name__, recipe.options()) if by_name else recipe,
             "requires_grad": self.requires_grad,
             "attributes": self._attributes(),
@@ -422,27 +430,6 @@ class GroupedTensorWithMaster(HandledTensor):
         return GatheredWeight(q, scale, self.recipe, param_dtype), ()
 
 
-@torch.no_grad()
-def _refresh(master: Tensor, parts: QuantizedWeight, format: Format) -> None:
-    """Quantize the weight of all experts, or of one, into its parts, and count the writes.
-
-    A forward may have saved the parts for its backward.
-    """
-    to = parts
-    if master.dim() == 2:
-        to, master = parts.each(lambda part: part[None]), master[None]
-    refresh_weight_(to, (master,), format, None)
-    count_write(parts)
-
-
-def _quantized(master: Tensor, recipe: Recipe, columnwise: bool) -> GroupedTensorWithMaster:
-    """A tensor of the weight of all experts, or of one."""
-    if master.dim() == 3:
-        return GroupedTensorWithMaster.quantize(master, recipe, columnwise=columnwise)
-    whole: Any = GroupedTensorWithMaster.quantize(master[None], recipe, columnwise=columnwise)
-    return whole[0]
-
-
 def _rebuild(state: dict[str, Any]) -> GroupedTensorWithMaster:
     """A parameter from its pickled state. It refuses what a file could plant."""
     master, attributes = state["master"], state["attributes"]
@@ -455,20 +442,13 @@ def _rebuild(state: dict[str, Any]) -> GroupedTensorWithMaster:
     if not isinstance(recipe, Recipe):
         name, options = recipe
         recipe = _PICKLED_BY_NAME[name](**options)
-    parts = QuantizedWeight(*state["parts"]).each(_with_float8)
+    parts = QuantizedWeight(*state["parts"])
+    parts = parts.each(lambda part: part.view(E4M3) if part.dtype == torch.uint8 else part)
     _check_parts(master, parts, recipe.weight)
     t = GroupedTensorWithMaster._of_parts(master.detach(), parts, recipe)
     vars(t).update(attributes)
     t.requires_grad_(state["requires_grad"])
     return t
-
-
-def _without_float8(part: Tensor) -> Tensor:
-    return part.view(torch.uint8) if part.dtype == E4M3 else part
-
-
-def _with_float8(part: Tensor) -> Tensor:
-    return part.view(E4M3) if part.dtype == torch.uint8 else part
 
 
 def _check_parts(master: Tensor, parts: QuantizedWeight, format: Format) -> None:

@@ -316,7 +316,11 @@ def quantize_grads(
         for the second layer's wgrad; the gradient of the routing weights, [R] float32.
     """
     grad_output, layouts, input, h_columnwise = formats
-    if not isinstance(source, SwigluGradOf) or not _one_pass(formats):
+    # One op makes both: d_gate_up in FP8, h in FP8 with blocks alike or in 16 bits.
+    in_blocks = grad_output.scaling == input.scaling == "block" and grad_output.wgrad_dtype is None
+    alike = grad_output.scale_options == input.scale_options and not grad_output.share_scales
+    in_one_pass = in_blocks and alike and (layouts.rowwise or layouts.columnwise)
+    if not isinstance(source, SwigluGradOf) or not in_one_pass:
         if isinstance(source, SwigluGradOf):
             dh_RF, gate_up_RG, weight_R, form = source
             source = ops.swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form)
@@ -348,15 +352,3 @@ def quantize_grads(
     if input.observer is not None and h_columnwise:
         input.observer(source, h, offs_E, COLUMNWISE_AGAIN)
     return d_gate_up, h, d_weight_R
-
-
-def _one_pass(formats: GradFormats) -> bool:
-    """Whether one op makes both: d_gate_up in FP8, h in FP8 with blocks alike or in 16 bits."""
-    a, layouts, b, _ = formats
-    return (
-        a.scaling == b.scaling == "block"
-        and a.wgrad_dtype is None
-        and not a.share_scales
-        and (a.power_of_two_scales, a.epsilon) == (b.power_of_two_scales, b.epsilon)
-        and (layouts.rowwise or layouts.columnwise)
-    )

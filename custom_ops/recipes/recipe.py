@@ -97,8 +97,14 @@ class Recipe:
         needs_state = (f.scaling == "delayed" and f.state is None for f in (x, w, dy))
         set_attribute(self, "has_state", any(needs_state))
         set_attribute(self, "states", tuple(f.state for f in (x, dy) if f.state is not None))
-        if in_fp8 and _round_in_blocks(x, w, dy):
-            in_16_bits = {dtype: self._with_wgrad_in(dtype) for dtype in SIXTEEN_BITS}
+        # fake_quantize rounds to FP8 in functions, and may leave some operands as they are.
+        rounded = [f.rounds_to for f in (x, w, dy) if f.rounds_to != AS_IT_IS]
+        are_blocks = all(f.scaling == "block" and not f.wgrad_dtype for f in rounded)
+        if in_fp8 and rounded and are_blocks and not dy.rounds_to.share_scales:
+            in_16_bits = {}
+            for dtype in SIXTEEN_BITS:
+                both = replace(x, wgrad_dtype=dtype), w, replace(dy, wgrad_dtype=dtype)
+                in_16_bits[dtype] = Recipe(*both, requantize_weights=self.requantize_weights)
             set_attribute(self, "with_wgrad_in", in_16_bits)
 
     # Facts that follow from the formats; an observed layer copies them into another recipe.
@@ -130,10 +136,6 @@ class Recipe:
             )
         return None
 
-    def _with_wgrad_in(self, dtype: torch.dtype) -> "Recipe":
-        x, dy = (replace(f, wgrad_dtype=dtype) for f in (self.input, self.grad_output))
-        return Recipe(x, self.weight, dy, requantize_weights=self.requantize_weights)
-
     def check_operands(self, gemm: str, a: Any, b: Any, scale_a: Any, scale_b: Any) -> None:
         """Raise RuntimeError for operands that a GEMM cannot multiply with each other."""
         b = b[0] if isinstance(b, tuple) else b
@@ -157,13 +159,6 @@ class Recipe:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({changed_options(self)})"
-
-
-def _round_in_blocks(x: Format, w: Format, dy: Format) -> bool:
-    """Whether numbers are rounded to FP8 in blocks, wgrad's too; fake_quantize leaves some."""
-    rounded = [f for f in (x.rounds_to, w.rounds_to, dy.rounds_to) if f != AS_IT_IS]
-    in_blocks = len(rounded) > 0 and all(f.scaling == "block" for f in rounded)
-    return in_blocks and not dy.rounds_to.share_scales and all(not f.wgrad_dtype for f in rounded)
 
 
 def _kind(format: Format, columnwise: bool = False) -> str | None:

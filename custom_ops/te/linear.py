@@ -175,17 +175,6 @@ class GroupedLinear(linear.GroupedLinear):
         names = ("weight",) if self._single["weight"] else self._per_expert("weight")
         return {name: getattr(self, name) for name in names}
 
-    def _whole_bias(self) -> Tensor | None:
-        """[E, N]."""
-        bias = self._experts_of("bias")
-        if not isinstance(bias, tuple):
-            return bias
-        if autocast_dtype(bias[0].device) is None:
-            return torch.stack(bias)
-        # Under autocast torch.stack refuses the other half dtype.
-        with torch.autocast(bias[0].device.type, enabled=False):
-            return torch.stack(bias)
-
     def _draw(self, weight: Iterable[Tensor], bias: Iterable[Tensor]) -> None:
         tracker = self._get_rng_state_tracker
         with nullcontext() if tracker is None else tracker().fork(*self._rng_tracker_names):
@@ -203,7 +192,12 @@ class GroupedLinear(linear.GroupedLinear):
         is_first_microbatch: Tensor | bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """:meth:`grouped_linear.GroupedLinear.forward`; with return_bias it gives ``(y, bias)``."""
-        named, bias = self._weights(), self._whole_bias()
+        named, bias = self._weights(), self._experts_of("bias")
+        if isinstance(bias, tuple):  # under autocast torch.stack refuses the other half dtype
+            kind = bias[0].device.type
+            stops = autocast_dtype(bias[0].device) is not None
+            with torch.autocast(kind, enabled=False) if stops else nullcontext():
+                bias = torch.stack(bias)
         weights, later = tuple(named.values()), None
         defers = self.delay_wgrad_compute and torch.is_grad_enabled()
         if defers and any(w.requires_grad for w in weights):
