@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks import timing
 from grouped_linear import Float8BlockScaling
-from grouped_linear.quantized.weight import keep_weight
+from grouped_linear.quantized.keep import keep_weight
 
 # E, N, K
 SHAPES = {

@@ -33,7 +33,7 @@ from grouped_linear import (
     MXFP8BlockScaling,
     Recipe,
 )
-from grouped_linear.quantized.weight import Weights
+from grouped_linear.quantized.keep import Weights
 
 RECIPES: dict[str, Recipe | None] = {
     "block": Float8BlockScaling(),

@@ -33,7 +33,7 @@ from grouped_linear import (
     Lora,
     update_scales,
 )
-from grouped_linear.quantized.weight import local_part
+from grouped_linear.quantized.keep import local_part
 from support.compare import assert_all_same_bits, assert_same_bits, assert_same_tensors, bits
 from support.layers import linear_of
 from support.processes import PROCESSES, Checks, Passes

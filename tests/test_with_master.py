@@ -38,7 +38,7 @@ from grouped_linear import Float8BlockScaling, Float8CurrentScaling, Format, Gro
 from grouped_linear.quantized import with_master
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Layouts, Operands
-from grouped_linear.recipes.weight import refresh_weight_
+from grouped_linear.recipes.quantize_weight import refresh_weight_
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import needs_gpu
 from support.errors import sentence

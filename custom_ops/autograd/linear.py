@@ -19,7 +19,7 @@ from grouped_linear.ops.gradients import refuse_transforms
 from grouped_linear.recipes import Layouts, Operands
 from grouped_linear.recipes.format import BOTH, COLUMNWISE_AGAIN, ROWWISE
 from grouped_linear.recipes.quantize import quantize
-from grouped_linear.recipes.weight import is_transposed
+from grouped_linear.recipes.quantize_weight import is_transposed
 
 
 class LinearCall(NamedTuple):

@@ -22,7 +22,7 @@ from grouped_linear.recipes.format import (
     with_shared_scale,
 )
 from grouped_linear.recipes.quantize import Source, quantize
-from grouped_linear.recipes.weight import (
+from grouped_linear.recipes.quantize_weight import (
     QuantizedWeight,
     quantize_weight,
     refresh_weight_,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.recipes.format import WeightList
-from grouped_linear.recipes.weight import is_transposed
+from grouped_linear.recipes.quantize_weight import is_transposed
 
 
 class MainGrad(NamedTuple):

@@ -25,8 +25,7 @@ from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.nn.checks import check_model
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.quantized.frozen import KeepsFrozen, frozen_of
-from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.weight import is_dtensor
+from grouped_linear.quantized.keep import SCALE, is_dtensor
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import DelayedScalingState, Recipe

@@ -15,8 +15,8 @@ from grouped_linear import ops
 from grouped_linear.ops.constants import is_integer
 from grouped_linear.recipes.format import BOTH, ROWWISE, Format, Layouts, Operands
 from grouped_linear.recipes.quantize import quantize
+from grouped_linear.recipes.quantize_weight import quantize_weight
 from grouped_linear.recipes.recipe import ROLES, Recipe, check_is_recipe
-from grouped_linear.recipes.weight import quantize_weight
 
 
 def fake_quantize(

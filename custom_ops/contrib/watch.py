@@ -28,7 +28,7 @@ from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.grouped_layer import GroupedLayer
 from grouped_linear.ops.constants import is_integer
 from grouped_linear.quantized.gathered import GatheredWeight
-from grouped_linear.quantized.weight import is_dtensor, local_part
+from grouped_linear.quantized.keep import is_dtensor, local_part
 from grouped_linear.recipes import DelayedScalingState
 from grouped_linear.recipes.recipe import ROLES
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
 from grouped_linear.quantized.frozen import KeepsFrozen
-from grouped_linear.quantized.weight import KEPT, Weights, keep_weight, local_part
+from grouped_linear.quantized.keep import KEPT, Weights, keep_weight, local_part
 from grouped_linear.recipes import Recipe
 
 Write = Callable[["Changes"], None]

@@ -31,8 +31,7 @@ from grouped_linear.nn.checks import check_flags, check_model, check_recipe
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.quantized.frozen import frozen_of
-from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.weight import Weights, check_weights_kept, local_part, recipe_for
+from grouped_linear.quantized.keep import SCALE, Weights, check_weights_kept, local_part, recipe_for
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Recipe
 

@@ -14,7 +14,7 @@ from grouped_linear.integrations.adapter import Experts as Experts
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
-from grouped_linear.quantized.weight import local_part
+from grouped_linear.quantized.keep import local_part
 from grouped_linear.recipes import Recipe
 
 

@@ -39,8 +39,7 @@ from grouped_linear.integrations.transformers import (
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.rules import BLOCK, ceil_div
 from grouped_linear.quantized.frozen import STORAGES, as_bytes, frozen_of
-from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.weight import KEPT, is_dtensor
+from grouped_linear.quantized.keep import KEPT, SCALE, is_dtensor
 
 _TWO_FORMATS = "the model's other modules are quantized in a format of theirs, a checkpoint has one"
 

@@ -26,7 +26,7 @@ from grouped_linear.integrations.fp8_checkpoint import AsBytes
 from grouped_linear.integrations.transformers import ConvertedExperts, options_of
 from grouped_linear.meta_kernels.rules import MX_BLOCK, ceil_div
 from grouped_linear.quantized.frozen import frozen_of
-from grouped_linear.quantized.state_dict import SCALE
+from grouped_linear.quantized.keep import SCALE
 
 __all__ = ["mxfp4_config"]
 

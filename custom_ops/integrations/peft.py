@@ -34,7 +34,7 @@ from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.nn.checks import check_model
 from grouped_linear.nn.lora import MAX_RANK, Lora, LoraWeights
 from grouped_linear.quantized.frozen import KeepsFrozen, frozen_of
-from grouped_linear.quantized.weight import is_dtensor
+from grouped_linear.quantized.keep import is_dtensor
 
 __all__ = ["for_packed_experts", "use_grouped_adapters"]
 

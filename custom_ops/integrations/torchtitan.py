@@ -40,7 +40,7 @@ from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.functional_mlp import apply_mlp_sorted
 from grouped_linear.ops.activation import SwiGLU
 from grouped_linear.quantized.frozen import STORAGES
-from grouped_linear.quantized.weight import KEPT, is_dtensor, local_part
+from grouped_linear.quantized.keep import KEPT, is_dtensor, local_part
 from grouped_linear.recipes import Recipe
 from grouped_linear.recipes.delayed import new_state
 from grouped_linear.recipes.recipe import UNQUANTIZED

@@ -57,8 +57,8 @@ from grouped_linear.nn.functional_mlp import apply_mlp
 from grouped_linear.nn.lora import LoraWeights, adapter_of
 from grouped_linear.ops.activation import Activation, GeGLU, SquaredReLU, SwiGLU
 from grouped_linear.quantized.frozen import STORAGES, frozen_of
-from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.weight import (
+from grouped_linear.quantized.keep import (
+    SCALE,
     check_weights_kept,
     is_by_experts,
     is_dtensor,
@@ -67,8 +67,8 @@ from grouped_linear.quantized.weight import (
 )
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Recipe
+from grouped_linear.recipes.quantize_weight import QuantizedWeight
 from grouped_linear.recipes.recipe import UNQUANTIZED
-from grouped_linear.recipes.weight import QuantizedWeight
 
 __all__ = ["register"]
 

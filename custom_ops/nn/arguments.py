@@ -13,7 +13,7 @@ from torch.nn.functional import dropout
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE
 from grouped_linear.nn.checks import check_parameters, check_recipe, check_state, check_tensor
-from grouped_linear.quantized.weight import KEPT, local_part, stored_weight
+from grouped_linear.quantized.keep import KEPT, local_part, stored_weight
 from grouped_linear.recipes import DelayedScalingState, Recipe
 from grouped_linear.recipes.format import WeightList
 from grouped_linear.recipes.recipe import UNQUANTIZED

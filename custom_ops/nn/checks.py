@@ -23,7 +23,7 @@ from grouped_linear.meta_kernels.rules import (
 from grouped_linear.nn.lora import MAX_RANK
 from grouped_linear.ops.activation import Activation
 from grouped_linear.ops.constants import is_finite, is_integer, is_number
-from grouped_linear.quantized.weight import is_dtensor
+from grouped_linear.quantized.keep import is_dtensor
 from grouped_linear.recipes import DelayedScalingState, Recipe
 from grouped_linear.recipes.format import check_flags as check_flags
 from grouped_linear.recipes.format import shown

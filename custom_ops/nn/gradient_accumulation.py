@@ -12,9 +12,9 @@ from torch import Tensor
 
 from grouped_linear.autograd.wgrad import MainGrad
 from grouped_linear.meta_kernels.rules import dtype_name
-from grouped_linear.quantized.weight import local_part
+from grouped_linear.quantized.keep import local_part
 from grouped_linear.recipes import Recipe
-from grouped_linear.recipes.weight import stores
+from grouped_linear.recipes.quantize_weight import stores
 
 
 def read_flag(

@@ -17,7 +17,7 @@ from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.gradient_accumulation import main_grad_of
 from grouped_linear.nn.lora import Lora
 from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen
-from grouped_linear.quantized.weight import Weights, check_weights_kept, keep_weight, recipe_for
+from grouped_linear.quantized.keep import Weights, check_weights_kept, keep_weight, recipe_for
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe
 from grouped_linear.recipes.delayed import new_state

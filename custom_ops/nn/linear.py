@@ -22,7 +22,7 @@ from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.gradient_accumulation import read_flag
 from grouped_linear.nn.grouped_layer import GroupedLayer
 from grouped_linear.nn.lora import Lora, check_lora
-from grouped_linear.quantized.weight import Weights, is_dtensor
+from grouped_linear.quantized.keep import Weights, is_dtensor
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe
 

@@ -27,7 +27,7 @@ from grouped_linear.nn.gradient_accumulation import read_flag
 from grouped_linear.nn.grouped_layer import GroupedLayer
 from grouped_linear.nn.lora import Lora, check_lora
 from grouped_linear.ops.activation import PLAIN, Activation
-from grouped_linear.quantized.weight import Weights
+from grouped_linear.quantized.keep import Weights
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe
 

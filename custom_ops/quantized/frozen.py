@@ -21,10 +21,17 @@ from grouped_linear.meta_kernels.rules import (
     ceil_div,
     dtype_name,
 )
-from grouped_linear.quantized.state_dict import SCALE, as_master, for_state_dict
-from grouped_linear.quantized.weight import distributed_like, is_by_experts, is_dtensor, local_part
+from grouped_linear.quantized.keep import (
+    SCALE,
+    as_master,
+    distributed_like,
+    for_state_dict,
+    is_by_experts,
+    is_dtensor,
+    local_part,
+)
 from grouped_linear.recipes import Recipe
-from grouped_linear.recipes.weight import QuantizedWeight
+from grouped_linear.recipes.quantize_weight import QuantizedWeight
 
 Parts = tuple[Tensor, Tensor]
 

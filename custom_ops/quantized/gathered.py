@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from grouped_linear.recipes import Recipe
-from grouped_linear.recipes.weight import QuantizedWeight
+from grouped_linear.recipes.quantize_weight import QuantizedWeight
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, arguments_of
 from grouped_linear.quantized.gathered import views_of
-from grouped_linear.recipes.weight import QuantizedWeight, stores
+from grouped_linear.recipes.quantize_weight import QuantizedWeight, stores
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from grouped_linear.recipes import Recipe
 from grouped_linear.recipes.format import Device, WeightList
-from grouped_linear.recipes.weight import QuantizedWeight, new_weight, stores
+from grouped_linear.recipes.quantize_weight import QuantizedWeight, new_weight, stores
 
 
 class WeightCache(nn.Module):

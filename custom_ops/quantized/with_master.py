@@ -16,7 +16,7 @@ from grouped_linear.meta_kernels.rules import E4M3, Rules
 from grouped_linear.quantized.gathered import GatheredWeight, views_of
 from grouped_linear.quantized.master_dispatch import HandledTensor, count_write
 from grouped_linear.recipes import Float8BlockScaling, Float8CurrentScaling, Format, Recipe
-from grouped_linear.recipes.weight import (
+from grouped_linear.recipes.quantize_weight import (
     QuantizedWeight,
     new_weight,
     refresh_weight_,

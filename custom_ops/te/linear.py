@@ -23,8 +23,7 @@ from grouped_linear.nn.checks import (
 )
 from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.gradient_accumulation import read_flag
-from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.weight import NEEDS, Weights, is_dtensor, local_part
+from grouped_linear.quantized.keep import NEEDS, SCALE, Weights, is_dtensor, local_part
 from grouped_linear.recipes import Recipe
 from grouped_linear.te.deferred import Deferred, compute_oldest, defer, watch
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, silu
 
-from grouped_linear.quantized.weight import local_part
+from grouped_linear.quantized.keep import local_part
 from support.tensors import BF16
 
 W = "w1", "w3", "w2"

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a layer keeps its weights: the option, its checks, and what GEMMs read.
+"""How a layer keeps its weights: the option, its checks, what GEMMs read and state dicts have.
 
-`owner` and `op` are the names that error messages begin with.
+In a state dict a weight with its master is in high precision. One that is frozen, ``name``, is
+there as the bytes of its numbers, and as ``name_scale_inv``, those of its scales. `owner` and `op`
+are the names that error messages begin with.
 """
 
 from typing import Any, Literal
@@ -9,11 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Float8BlockScaling, Recipe
+from grouped_linear.recipes.quantize_weight import QuantizedWeight
 from grouped_linear.recipes.recipe import UNQUANTIZED
-from grouped_linear.recipes.weight import QuantizedWeight
 
 #: How a layer keeps its weights: plain (None), in high precision and FP8, or frozen in few bits.
 Weights = Literal["both", "fp8", "mxfp4"] | None
@@ -24,6 +27,7 @@ NEEDS = {
     "fp8": "the recipe Float8BlockScaling",
     "mxfp4": "no recipe, Float8BlockScaling or MXFP8BlockScaling",
 }
+SCALE = "_scale_inv"
 #: The tensors that have FP8 numbers already.
 KEPT = GroupedTensorWithMaster, GatheredWeight
 
@@ -125,3 +129,25 @@ def distributed_like(like: Any, local: Tensor, shape: torch.Size | None = None) 
         shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
     )
+
+
+def for_state_dict(w: Any) -> Any:
+    """A tensor of a state dict; a weight with its master as one that can be saved anywhere."""
+    local = local_part(w)
+    if isinstance(w, nn.Parameter) or not isinstance(local, GroupedTensorWithMaster):
+        return w
+    return distributed_like(w, local.for_state_dict())
+
+
+def as_master(own: Any, w: Tensor) -> Tensor:
+    """What ``assign=True`` puts in a parameter's place: for a master, a copy kept as that is.
+
+    A write through the loaded tensor itself would not show.
+    """
+    master, local = local_part(own), local_part(w)
+    if not isinstance(master, GroupedTensorWithMaster) or local.shape != master.shape:
+        return w
+    local = local.dequantize() if isinstance(local, GroupedTensorWithMaster) else local
+    dtype = local.dtype if local.dtype in ACTIVATIONS else master.dtype
+    kept = master.of(local.to(dtype, copy=True, memory_format=torch.contiguous_format))
+    return distributed_like(w, kept)
