@@ -18,13 +18,7 @@ from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.ops.activation import Activation, SwiGLU
 from grouped_linear.recipes import Format, Operands
 from grouped_linear.recipes.format import ROWWISE, call_without_writes
-from grouped_linear.recipes.quantize import (
-    GradFormats,
-    SwigluGradOf,
-    SwigluOf,
-    quantize,
-    quantize_grads,
-)
+from grouped_linear.recipes.quantize import SwigluGradOf, SwigluOf, quantize
 
 
 class MLPConfig(NamedTuple):
@@ -114,34 +108,27 @@ def grads_of_gate_up(
     gate_up_RG: Tensor,
     weight_R: Tensor,
     activation: Activation,
-    formats: GradFormats,
     keep: bool,
-) -> tuple[tuple[Operands, Operands, Tensor], Tensor | None, Tensor | None]:
+) -> ops.SwigluGrad | SwigluGradOf:
     """Compute the second layer's dgrad and the activation's gradient, in one kernel if one exists.
 
     ``dgrad`` is of the gradient of the unweighted output, to whose product ``more_dh_RF`` is added.
-    ``weight_R`` weighs each row's output, in float32. The results of :func:`quantize_grads` come
-    first; with ``keep`` the gradient of gate_up itself and the weighted h follow, else None.
+    ``weight_R`` weighs each row's output, in float32. Without ``keep`` a quantizer may compute
+    SwiGLU's gradient.
     """
     offs_E, form = dgrad.offs_E, activation.swiglu
-    grads: ops.SwigluGrad | SwigluGradOf
     if form is not None and more_dh_RF is None and dgrad.has_swiglu_kernel:
         dy: Any = dgrad.operands.rowwise
         given = dy, dgrad.b, gate_up_RG, weight_R, offs_E, dgrad.operands.rows
-        grads = ops.grouped_mm_swiglu_grad(*given, activation=form)
-    else:
-        dh_RF = dgrad.compute()
-        if more_dh_RF is not None:
-            dh_RF = dh_RF + more_dh_RF
-        if form is None:
-            grads = _grad(activation, dh_RF, gate_up_RG, weight_R)
-        elif keep:
-            grads = ops.swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form)
-        else:
-            grads = SwigluGradOf(dh_RF, gate_up_RG, weight_R, form)
-        del dh_RF  # lowers the peak memory of an eager step
-    made = quantize_grads(grads, offs_E, formats)
-    return (made, grads[0], grads[1]) if keep else (made, None, None)
+        return ops.grouped_mm_swiglu_grad(*given, activation=form)
+    dh_RF = dgrad.compute()
+    if more_dh_RF is not None:
+        dh_RF = dh_RF + more_dh_RF
+    if form is None:
+        return _grad(activation, dh_RF, gate_up_RG, weight_R)
+    if keep:
+        return ops.swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form)
+    return SwigluGradOf(dh_RF, gate_up_RG, weight_R, form)
 
 
 def weighted_h(

@@ -25,7 +25,7 @@ from grouped_linear.autograd.wgrad import edges_of, needs_grad_now
 from grouped_linear.ops.gradients import refuse_transforms
 from grouped_linear.recipes import Layouts
 from grouped_linear.recipes.format import COLUMNWISE_AGAIN, ROWWISE
-from grouped_linear.recipes.quantize import GradFormats, quantize, recipe_of_wgrad
+from grouped_linear.recipes.quantize import quantize, quantize_grads, recipe_of_wgrad
 
 
 class Arriving(NamedTuple):
@@ -234,14 +234,18 @@ class GroupedMLPFunction(torch.autograd.Function):
         if needs.dh:
             term, beside = down.split(term)
             more_dh_RF = None if beside is None else adapter.input(beside.product(offs_E))
-            layouts = Layouts(needs.x, needs.gate_up.weight, needs.gate_up.bias)
-            formats = gate_up.recipe.grad_output, layouts, down.recipe.input, needs.down.weight
             keep = needs.down.a or gate_up.adapter is not None
             dgrad = down.dgrad(dy, of_down, offs_E, dtype, term)
-            inputs = dgrad, more_dh_RF, gate_up_RG, weight_R, ctx.activation, GradFormats(*formats)
-            (d_gate_up, h, d_weight_R), d_gate_up_RG, h_RF = grads_of_gate_up(*inputs, keep)
-            # As below, this lowers the peak memory of an eager step.
-            del dgrad, inputs, more_dh_RF, gate_up_RG
+            grads = grads_of_gate_up(
+                dgrad, more_dh_RF, gate_up_RG, weight_R, ctx.activation, keep=keep
+            )
+            del dgrad, more_dh_RF, gate_up_RG  # as below, for the peak memory of an eager step
+            layouts = Layouts(needs.x, needs.gate_up.weight, needs.gate_up.bias)
+            formats = gate_up.recipe.grad_output, layouts, down.recipe.input, needs.down.weight
+            d_gate_up, h, d_weight_R = quantize_grads(grads, offs_E, *formats)
+            if isinstance(grads, ops.SwigluGrad) and keep:
+                d_gate_up_RG, h_RF = grads.d_gate_up, grads.h
+            del grads
         elif needs.down.weight or needs.down.a:
             h_RF = weighted_h(gate_up_RG, weight_R, offs_E, ctx.activation)
             if needs.down.weight:
@@ -291,5 +295,5 @@ class GroupedMLPFunction(torch.autograd.Function):
             if needs.weights:
                 d_weight_TC = transport.finish_weights(d_weight_TC).to(ctx.weight_dtype)
 
-        grads = Parameters(d_gate_up_w, d_gate_up_bias, d_gate_up_a, d_gate_up_b)
-        return None, dx_TH, d_weight_TC, *grads, d_down_w, d_down_bias, d_down_a, d_down_b
+        of_gate_up = Parameters(d_gate_up_w, d_gate_up_bias, d_gate_up_a, d_gate_up_b)
+        return None, dx_TH, d_weight_TC, *of_gate_up, d_down_w, d_down_bias, d_down_a, d_down_b

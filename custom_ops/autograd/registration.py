@@ -35,7 +35,12 @@ def _grouped_mm_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
     if need_a:
         da_TK = ops.grouped_mm(dy_cast_TN, b_EKN.mT, offs_E)
         if rows_T is not None:
-            da_TK = _sum_by_row(a_TK, da_TK, rows_T, offs_E)
+            # Each row's sum, in float32 as torch adds. Rows past the last group are zero already;
+            # their numbers may be anything.
+            used_T = torch.arange(rows_T.size(0), device=rows_T.device) < offs_E[-1]
+            numbers_T = torch.where(used_T, rows_T, 0).long()
+            total = a_TK.new_zeros(a_TK.shape, dtype=torch.float32)
+            da_TK = total.index_add(0, numbers_T, da_TK.float()).to(a_TK.dtype)
     if need_b:
         db_EKN = _wgrad(b_EKN, dy_cast_TN, a_TK, offs_E, rows_T)
     if need_bias:
@@ -51,17 +56,6 @@ def _wgrad(b: Tensor, dy: Tensor, a: Tensor, offs: Tensor, rows: Tensor | None) 
     (db,) = Wgrad((b.mT,), None, dy, a, None, None, offs, x_rows=rows).compute()
     assert db is not None
     return db.mT
-
-
-def _sum_by_row(a: Tensor, da_TK: Tensor, rows_T: Tensor, offs_E: Tensor) -> Tensor:
-    """The gradient of a, whose rows were gathered: each row's sum, in float32 as torch adds.
-
-    Rows past the last group are zero already; their numbers may be anything.
-    """
-    used_T = torch.arange(rows_T.size(0), device=rows_T.device) < offs_E[-1]
-    numbers_T = torch.where(used_T, rows_T, 0).long()
-    total = a.new_zeros(a.shape, dtype=torch.float32)
-    return total.index_add(0, numbers_T, da_TK.float()).to(a.dtype)
 
 
 torch.library.register_autograd(

@@ -216,17 +216,6 @@ def new_state(recipe: Recipe | None, num_groups: int, device: Device) -> Delayed
     return DelayedScalingState(recipe, num_groups, device)
 
 
-def _check_keeps_amaxes(parallel: DistributedDataParallel) -> None:
-    if dist.get_world_size(parallel.process_group) == 1 or not parallel.will_sync_module_buffers():
-        return
-    sent = {id(buffer) for buffer in parallel.modules_buffers}
-    if any(isinstance(m, OperandState) and id(m.amax) in sent for m in parallel.modules()):
-        raise RuntimeError(
-            "update_scales: DistributedDataParallel overwrites all amaxes with rank 0's "
-            "before each forward: construct it with broadcast_buffers=False"
-        )
-
-
 @torch.no_grad()
 def update_scales(model: nn.Module, group: "dist.ProcessGroup | None" = None) -> None:
     """Update the scales of every delayed-scaling layer in a model: once a step, after backward.
@@ -252,7 +241,15 @@ def update_scales(model: nn.Module, group: "dist.ProcessGroup | None" = None) ->
     by_rule: dict[tuple[torch.device, int, str], list[OperandState]] = defaultdict(list)
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
-            _check_keeps_amaxes(module)
+            copies = dist.get_world_size(module.process_group) > 1 and (
+                module.will_sync_module_buffers()
+            )
+            sent = {id(buffer) for buffer in module.modules_buffers} if copies else ()
+            if any(isinstance(m, OperandState) and id(m.amax) in sent for m in module.modules()):
+                raise RuntimeError(
+                    "update_scales: DistributedDataParallel overwrites all amaxes with rank 0's "
+                    "before each forward: construct it with broadcast_buffers=False"
+                )
         if isinstance(module, DelayedScalingState):
             recipe = module.recipe
             by_rule[module.x.scale.device, recipe.margin, recipe.amax_compute_algo] += (

@@ -83,19 +83,6 @@ class SwigluGradOf(NamedTuple):
 Source = Tensor | Gathered | SwigluOf
 
 
-class GradFormats(NamedTuple):
-    """How an expert's backward quantizes an activation's gradient and the weighted h."""
-
-    grad_output: Format
-    """The format of the gradient of the first layer's output."""
-    layouts: Layouts
-    """The layouts of that gradient to return."""
-    input: Format
-    """The format of h, the second layer's input."""
-    h_columnwise: bool
-    """Whether to return h, columnwise."""
-
-
 def quantize(
     source: Source,
     format: Format,
@@ -307,15 +294,26 @@ def recipe_of_wgrad(recipe: Recipe, dtype: torch.dtype, in_features: int) -> Rec
 
 
 def quantize_grads(
-    source: SwigluGradOf | ops.SwigluGrad, offs_E: Tensor, formats: GradFormats
+    source: SwigluGradOf | ops.SwigluGrad,
+    offs_E: Tensor,
+    grad_output: Format,
+    layouts: Layouts,
+    input: Format,
+    h_columnwise: bool,
 ) -> tuple[Operands, Operands, Tensor]:
     """Make an activation's gradient, computed or not, ready for the GEMMs of both layers.
+
+    Args:
+        source: what is quantized, or computed and quantized.
+        offs_E: int32 group ends.
+        grad_output, layouts: of the gradient of the first layer's output.
+        input: the format of h, the second layer's input.
+        h_columnwise: whether to return h.
 
     Returns:
         The gradient of gate_up, for the first layer's dgrad and wgrad; the weighted h, columnwise,
         for the second layer's wgrad; the gradient of the routing weights, [R] float32.
     """
-    grad_output, layouts, input, h_columnwise = formats
     # One op makes both: d_gate_up in FP8, h in FP8 with blocks alike or in 16 bits.
     in_blocks = grad_output.scaling == input.scaling == "block" and grad_output.wgrad_dtype is None
     alike = grad_output.scale_options == input.scale_options and not grad_output.share_scales

@@ -51,22 +51,6 @@ def defer(waiting: deque[Deferred], parameters: WeightList, wgrad: Wgrad) -> Non
     waiting.append(Deferred(wgrad, parameters, captured, versions))
 
 
-def compute_oldest(waiting: deque[Deferred]) -> None:
-    """Compute the gradient that has waited longest, as :meth:`GroupedLinear.backward_dw` says."""
-    parameters = waiting[0].parameters
-    if not any(w.requires_grad for w in parameters):  # frozen since
-        waiting.popleft()
-        return
-    capturing = parameters[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    if any(deferred.captured != capturing for deferred in waiting):
-        raise RuntimeError(
-            "GroupedLinear: backward_dw: gradients deferred in a CUDA graph capture are computed "
-            "in a capture, and no others are"
-        )
-    with torch.enable_grad():
-        DeferredWgrad.apply(waiting.popleft(), *parameters).backward()
-
-
 class DeferredWgrad(torch.autograd.Function):
     """A graph of its own for a deferred gradient, so that autograd runs the parameters' hooks."""
 

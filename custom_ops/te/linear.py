@@ -25,7 +25,7 @@ from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.gradient_accumulation import read_flag
 from grouped_linear.quantized.keep import NEEDS, SCALE, Weights, is_dtensor, local_part
 from grouped_linear.recipes import Recipe
-from grouped_linear.te.deferred import Deferred, compute_oldest, defer, watch
+from grouped_linear.te.deferred import Deferred, DeferredWgrad, defer, watch
 
 
 class GroupedLinear(linear.GroupedLinear):
@@ -242,14 +242,23 @@ class GroupedLinear(linear.GroupedLinear):
             if not any(w.requires_grad for w in self._weights().values()):
                 return
             raise RuntimeError("GroupedLinear: backward_dw: no backward has left anything to do")
-        if any(map(is_dtensor, self.parameters(recurse=False))) and any(
-            w.requires_grad for w in self._deferred[0].parameters
-        ):
+        parameters = self._deferred[0].parameters
+        if not any(w.requires_grad for w in parameters):  # frozen since
+            self._deferred.popleft()
+            return
+        if any(map(is_dtensor, self.parameters(recurse=False))):
             raise RuntimeError(
                 "GroupedLinear: backward_dw: the weight is sharded, whose gradients FSDP2 reduces "
                 "in the backward: leave delay_wgrad_compute out"
             )
-        compute_oldest(self._deferred)
+        capturing = parameters[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if any(deferred.captured != capturing for deferred in self._deferred):
+            raise RuntimeError(
+                "GroupedLinear: backward_dw: gradients deferred in a CUDA graph capture are "
+                "computed in a capture, and no others are"
+            )
+        with torch.enable_grad():
+            DeferredWgrad.apply(self._deferred.popleft(), *parameters).backward()
 
     # --- parameters that move, are copied or loaded ----------------------------------------------
 
