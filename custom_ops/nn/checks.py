@@ -55,14 +55,15 @@ def check_num_groups(layer: str, name: str, number: int) -> None:
         raise ValueError(f"{layer}: {name} must be between 1 and {MAX_GROUPS}, got {number}")
 
 
-def check_features(layer: str, name: str, size: int) -> None:
-    """Raise ValueError unless it is a positive multiple of 16."""
-    if not is_integer(size):
-        raise ValueError(f"{layer}: {name} must be an integer, got {size!r}")
-    if size <= 0 or size % FEATURE_MULTIPLE:
-        raise ValueError(
-            f"{layer}: {name} must be a positive multiple of {FEATURE_MULTIPLE}, got {size}"
-        )
+def check_features(layer: str, **features: int) -> None:
+    """Raise ValueError unless each is a positive multiple of 16."""
+    for name, size in features.items():
+        if not is_integer(size):
+            raise ValueError(f"{layer}: {name} must be an integer, got {size!r}")
+        if size <= 0 or size % FEATURE_MULTIPLE:
+            raise ValueError(
+                f"{layer}: {name} must be a positive multiple of {FEATURE_MULTIPLE}, got {size}"
+            )
 
 
 def check_mx_blocks(layer: str, weights: Any, **features: int) -> None:

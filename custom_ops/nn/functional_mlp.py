@@ -177,7 +177,8 @@ def grouped_mlp_sorted(
 def config_of(
     where: str, activation: Activation, save_gate_up_in_fp8: bool, recompute_gate_up: bool
 ) -> MLPConfig:
-    """The options of a call, whose flags are checked; the call checks the activation."""
+    """The options of a call."""
+    check_activation(where, activation)
     check_flags(where, save_gate_up_in_fp8=save_gate_up_in_fp8, recompute_gate_up=recompute_gate_up)
     if save_gate_up_in_fp8 and recompute_gate_up:
         raise ValueError(f"{where}: save_gate_up_in_fp8 and recompute_gate_up exclude each other")
@@ -220,7 +221,6 @@ def apply_mlp(
     Where experts are on several processes, the dispatcher chooses ``max_rows``.
     """
     op = "grouped_mlp"
-    check_activation(op, config.activation)
     check_tensor(op, "top_k_weights", top_k_weights)
     check_tensor(op, "top_k_index", top_k_index)
     x_TH, dtype = as_rows(op, x)
@@ -263,7 +263,6 @@ def apply_mlp_sorted(
 ) -> Tensor:
     """Compute :func:`grouped_mlp_sorted`; arguments are those of :func:`apply_mlp`."""
     op = "grouped_mlp_sorted"
-    check_activation(op, config.activation)
     x_RH, dtype = as_rows(op, x)
     if x.dim() != 2:
         raise RuntimeError(f"{op}: x must be [R, H], got shape {list(x.shape)}")

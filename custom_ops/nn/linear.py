@@ -107,8 +107,7 @@ class GroupedLinear(GroupedLayer):
     ) -> None:
         super().__init__()
         check_num_groups("GroupedLinear", "num_experts", num_experts)
-        check_features("GroupedLinear", "in_features", in_features)
-        check_features("GroupedLinear", "out_features", out_features)
+        check_features("GroupedLinear", in_features=in_features, out_features=out_features)
         check_flags("GroupedLinear", bias=bias)
         self._set_options(
             "GroupedLinear", recipe, weights, cache_weights, fuse_wgrad_accumulation, dtype

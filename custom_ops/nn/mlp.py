@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.nn.checks import (
-    check_activation,
     check_features,
     check_flags,
     check_mx_blocks,
@@ -119,15 +118,13 @@ class GroupedMLP(GroupedLayer):
     ) -> None:
         super().__init__()
         check_num_groups("GroupedMLP", "num_experts", num_experts)
-        check_features("GroupedMLP", "hidden_size", hidden_size)
-        check_features("GroupedMLP", "intermediate_size", intermediate_size)
+        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        check_features("GroupedMLP", **sizes)
         check_flags("GroupedMLP", bias=bias)
-        check_activation("GroupedMLP", activation)
         config_of("GroupedMLP", activation, save_gate_up_in_fp8, recompute_gate_up)
         self._set_options(
             "GroupedMLP", recipe, weights, cache_weights, fuse_wgrad_accumulation, dtype
         )
-        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
         check_mx_blocks("GroupedMLP", weights, **sizes)
         adapters = _adapters_of(lora)
         self.num_experts = num_experts

@@ -7,7 +7,7 @@ T tokens, H features of a token, E experts.
 from torch import Tensor
 from torch.nn.functional import linear
 
-from grouped_linear.autograd.router import RouterLogitsFunction
+from grouped_linear.autograd.routing import RouterLogitsFunction
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.nn.arguments import as_rows, autocast
 from grouped_linear.nn.checks import check_device, check_tensor

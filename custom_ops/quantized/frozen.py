@@ -407,8 +407,10 @@ class KeepsFrozen(nn.Module):
             )
         elif frozen is not None:
             # torch.distributed.checkpoint completes a whole state by the module's: own scales.
-            if scale is not None and not _is_same_memory(scale, getattr(self, name + SCALE)):
-                raise ValueError(f"{dtype_name(w.dtype)} comes with scales, {key + SCALE}")
+            if scale is not None:
+                given, kept = local_part(scale), local_part(getattr(self, name + SCALE))
+                if given.shape != kept.shape or given.data_ptr() != kept.data_ptr():
+                    raise ValueError(f"{dtype_name(w.dtype)} comes with scales, {key + SCALE}")
             if is_dtensor(w) != is_dtensor(own):
                 raise ValueError("it is a DTensor where the parameter is none, or the other way")
             w = w.redistribute(own.device_mesh, own.placements) if is_dtensor(own) else w
@@ -447,11 +449,6 @@ def _quantized(w: Any, frozen: Frozen) -> Parts:
     parts = frozen.storage.quantize(local, frozen.recipe)
     q, scale = (distributed_like(w, part) for part in parts)
     return q, scale
-
-
-def _is_same_memory(a: Any, b: Any) -> bool:
-    a, b = local_part(a), local_part(b)
-    return bool(a.shape == b.shape and a.data_ptr() == b.data_ptr())
 
 
 def _weights_of_state(w: Any, scale: Any) -> str | None:

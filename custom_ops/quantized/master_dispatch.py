@@ -283,10 +283,9 @@ def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Quantize; copies of a weight into another at the end of a trace copy each part."""
     to, source = args[:2]
-    weights: list[Any] = [t for t in (to, source) if isinstance(t, HandledTensor)]
-    weights = [t for t in weights if t.is_whole]
-    alike = len({(t.recipe, t.dtype, t.shape, t.q_t is None) for t in weights}) == 1
-    if type(getattr(to, "q", None)) in (Tensor, type(None)) or len(weights) < 2 or not alike:
+    both = isinstance(to, HandledTensor) and isinstance(source, HandledTensor)
+    is_traced = both and type(to.q) is not Tensor and to.is_whole and source.is_whole
+    if not is_traced or len({(t.recipe, t.dtype, t.shape, t.q_t is None) for t in args[:2]}) > 1:
         return read_or_write(func, args, kwargs)
     for part, other in zip((to.numbers, *to.parts), (source.numbers, *source.parts), strict=True):
         if part is not None:
