@@ -24,9 +24,9 @@ ROUNDINGS = 3.0
 def check_swiglu(op: str, expert: nn.Module, names: Sequence[str]) -> None:
     """Raise ValueError unless a module with the weights ``names``, gate, up and down, is SwiGLU.
 
-    It runs in training mode, so that dropout is noticed. Weights without useful values, as on the
-    meta device, run with random ones in their place, of meta with small ones: the computation does
-    not depend on sizes.
+    It runs in training mode, so that dropout is noticed. Weights without useful values, as zeros,
+    NaN and those on the meta device, run with random ones in their place, of meta with small ones:
+    the computation does not depend on sizes.
     """
     weights: Sequence[Tensor] = [expert.get_parameter(name).detach() for name in names]
     on_meta, device, dtype = weights[0].is_meta, weights[0].device, weights[0].dtype
@@ -37,7 +37,8 @@ def check_swiglu(op: str, expert: nn.Module, names: Sequence[str]) -> None:
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             other = {}
-            if on_meta or not _are_usable(weights):
+            largest = [0.0 if on_meta else float(w.abs().max()) for w in weights]
+            if not all(0 < w < torch.inf for w in largest):
                 F, H = (48, 32) if on_meta else weights[0].shape
                 shapes = (F, H), (F, H), (H, F)
                 weights = [
@@ -66,12 +67,6 @@ def check_swiglu(op: str, expert: nn.Module, names: Sequence[str]) -> None:
             f"{op}: experts do not compute down(silu(gate(x)) * up(x)): they are {off_M[i]:.2%} "
             f"off, and rounding explains {explained_M[i]:.2%}"
         )
-
-
-def _are_usable(weights: Sequence[Tensor]) -> bool:
-    """Whether each weight is finite and not all zeros, so that outputs show the formula."""
-    largest = torch.stack([w.abs().amax().float() for w in weights])
-    return bool((largest.isfinite() & (largest > 0)).all())
 
 
 def _rows(gate: Tensor) -> Tensor:

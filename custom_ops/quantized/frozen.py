@@ -25,11 +25,11 @@ from grouped_linear.quantized.keep import (
     SCALE,
     as_master,
     distributed_like,
-    for_state_dict,
     is_by_experts,
     is_dtensor,
     local_part,
 )
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Recipe
 from grouped_linear.recipes.quantize_weight import QuantizedWeight
 
@@ -350,7 +350,9 @@ class KeepsFrozen(nn.Module):
             if type(p) is FrozenBytes and not keep_vars:
                 destination[key] = Tensor.detach(p)  # a plain tensor, for those who write files
             elif key in destination:
-                destination[key] = for_state_dict(destination[key])
+                w, local = destination[key], local_part(destination[key])
+                if isinstance(local, GroupedTensorWithMaster) and not isinstance(w, nn.Parameter):
+                    destination[key] = distributed_like(w, local.for_state_dict())
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

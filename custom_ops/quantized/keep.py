@@ -131,14 +131,6 @@ def distributed_like(like: Any, local: Tensor, shape: torch.Size | None = None) 
     )
 
 
-def for_state_dict(w: Any) -> Any:
-    """A tensor of a state dict; a weight with its master as one that can be saved anywhere."""
-    local = local_part(w)
-    if isinstance(w, nn.Parameter) or not isinstance(local, GroupedTensorWithMaster):
-        return w
-    return distributed_like(w, local.for_state_dict())
-
-
 def as_master(own: Any, w: Tensor) -> Tensor:
     """What ``assign=True`` puts in a parameter's place: for a master, a copy kept as that is.
 

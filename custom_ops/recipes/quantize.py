@@ -216,12 +216,6 @@ def _in_blocks(
     return Operands(*made)
 
 
-def _gathered_in_blocks(
-    source: Gathered, format: Format, offs_E: Tensor, layouts: Layouts
-) -> Operands:
-    return _in_blocks(source.tokens_TH, format, offs_E, layouts, source.routing.token)
-
-
 def _swiglu_in_blocks(
     source: SwigluOf, format: Format, offs_E: Tensor, layouts: Layouts
 ) -> Operands:
@@ -276,7 +270,9 @@ OF_ROWS: dict[str | None, Callable[[Tensor, Format, Tensor, Layouts], Operands]]
     "mx": _in_mx,
 }
 FUSED: dict[tuple[str | None, type], Callable[[Any, Format, Tensor, Layouts], Operands]] = {
-    ("block", Gathered): _gathered_in_blocks,
+    ("block", Gathered): lambda source, format, offs_E, layouts: _in_blocks(
+        source.tokens_TH, format, offs_E, layouts, source.routing.token
+    ),
     ("block", SwigluOf): _swiglu_in_blocks,
 }
 
