@@ -19,10 +19,9 @@ KERNELS = {".h", ".cpp", ".cu", ".cuh", ".inc", ".pyi"}
 #: What is no engine, by its folder or file; the first that fits.
 PARTS: dict[str, Callable[[Path], bool]] = {
     "contrib": lambda path: "contrib" in path.parts,
-    "formats": lambda path: "integrations" in path.parts and path.name in FORMATS,
+    "formats": lambda path: "checkpoints" in path.parts,
     "integrations": lambda path: "integrations" in path.parts,
 }
-FORMATS = {"fp8_checkpoint.py", "mxfp4.py"}
 RECIPES = {"DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling"}
 
 

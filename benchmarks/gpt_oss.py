@@ -49,7 +49,7 @@ def load(config: Any, device: torch.device, *, packed: bool) -> Any:
     """
     from transformers import GptOssForCausalLM, Mxfp4Config
 
-    from grouped_linear.integrations.mxfp4 import mxfp4_config
+    from grouped_linear.integrations.checkpoints.mxfp4 import mxfp4_config
 
     state = random_state(config, device)
     config.quantization_config = {"quant_method": "mxfp4"}

@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 from transformers.quantizers import AutoHfQuantizer
 
 from grouped_linear import Float8BlockScaling, convert
-from grouped_linear.integrations.mxfp4 import mxfp4_config
+from grouped_linear.integrations.checkpoints.mxfp4 import mxfp4_config
 from grouped_linear.integrations.peft import for_packed_experts, use_grouped_adapters
 
 SMALL = {

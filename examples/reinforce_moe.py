@@ -21,7 +21,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grouped_linear import Float8BlockScaling, convert
 from grouped_linear.contrib import record_routing, replay_routing
-from grouped_linear.integrations.fp8_checkpoint import fp8_tensors
+from grouped_linear.integrations.checkpoints.fp8 import fp8_tensors
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=64,

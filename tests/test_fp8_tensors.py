@@ -30,8 +30,8 @@ with skipping_for_old_transformers():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-    from grouped_linear.integrations import fp8_checkpoint
-    from grouped_linear.integrations.fp8_checkpoint import fp8_quantization_config, fp8_tensors
+    from grouped_linear.integrations.checkpoints import fp8
+    from grouped_linear.integrations.checkpoints.fp8 import fp8_quantization_config, fp8_tensors
 
 E, F, H = 3, 256, 144
 PREFIX = {"mixtral": "block_sparse_moe.experts.{}.", "qwen3_moe": "mlp.experts.{}."}
@@ -188,7 +188,7 @@ def loaded(model: Any, **options: Any) -> Any:
     empty.load_state_dict(model.state_dict())
     empty.hf_quantizer = FineGrainedFP8HfQuantizer(config)
     empty.config.quantization_config = config
-    *_, empty._weight_conversions = fp8_checkpoint._in_blocks("loaded", model)
+    *_, empty._weight_conversions = fp8._in_blocks("loaded", model)
     return empty
 
 
@@ -348,7 +348,7 @@ def test_a_transformers_with_other_names(
 ) -> None:
     """It is asked on tensors without memory, before a file is written."""
     model = model_of("mixtral", num_hidden_layers=1)
-    monkeypatch.setattr(fp8_checkpoint, "revert_weight_conversion", names)
+    monkeypatch.setattr(fp8, "revert_weight_conversion", names)
     convert(model, weights="fp8")
     for call in (lambda: fp8_tensors(model), lambda: model.save_pretrained(tmp_path)):
         with pytest.raises(ValueError, match=sentence):

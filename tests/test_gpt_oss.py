@@ -22,7 +22,7 @@ from grouped_linear import (
     convert,
 )
 from grouped_linear.contrib import compare
-from grouped_linear.integrations.mxfp4 import mxfp4_config
+from grouped_linear.integrations.checkpoints.mxfp4 import mxfp4_config
 from grouped_linear.integrations.transformers import register
 from support.compare import assert_same_bits, assert_same_tensors
 from support.errors import sentence

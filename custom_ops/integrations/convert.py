@@ -252,7 +252,7 @@ def _plans_of_model(model: nn.Module, found: Mapping[str, Experts]) -> list[Writ
 
         check_adapters("convert", model)
         writes.append(lambda changes: group_adapters(model))
-    from grouped_linear.integrations.fp8_checkpoint import save_frozen_experts
+    from grouped_linear.integrations.checkpoints.fp8 import save_frozen_experts
 
     return [*writes, lambda changes: save_frozen_experts(model)]
 

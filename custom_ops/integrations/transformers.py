@@ -337,7 +337,7 @@ def _check_can_freeze(where: str, experts: Any, request: Request) -> None:
             f"{where}: weights='fp8' is for experts without biases that are stored as [E, "
             "out_features, in_features], as checkpoints in FP8 have them: use weights='mxfp4', "
             "'both' or None. GPT-OSS is published in MXFP4, which "
-            "grouped_linear.integrations.mxfp4 loads"
+            "grouped_linear.integrations.checkpoints.mxfp4 loads"
         )
     for name in weight_names(experts):
         w = getattr(experts, name)

@@ -22,7 +22,7 @@ pytest.importorskip("accelerate")  # what loads in FP8 needs it
 pytest.importorskip("peft")
 import peft
 
-from grouped_linear.integrations.fp8_checkpoint import fp8_tensors
+from grouped_linear.integrations.checkpoints.fp8 import fp8_tensors
 from grouped_linear.integrations.peft import use_grouped_adapters
 from support.adapters import (
     EXPERTS,

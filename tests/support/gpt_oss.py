@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from grouped_linear.integrations.mxfp4 import mxfp4_config
+from grouped_linear.integrations.checkpoints.mxfp4 import mxfp4_config
 from support.hugging_face import tiny
 
 IDS = torch.arange(24).reshape(2, 12)

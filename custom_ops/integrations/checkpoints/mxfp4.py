@@ -12,8 +12,9 @@ E experts, K in_features, N out_features of a weight.
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import WeightConverter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -21,8 +22,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import Mxfp4Config
 
 from grouped_linear.integrations.adapter import convert_class
+from grouped_linear.integrations.checkpoints.fp8 import AsBytes, OneTensor
 from grouped_linear.integrations.convert import convert
-from grouped_linear.integrations.fp8_checkpoint import AsBytes
 from grouped_linear.integrations.transformers import ConvertedExperts, options_of
 from grouped_linear.meta_kernels.rules import MX_BLOCK, ceil_div
 from grouped_linear.quantized.frozen import frozen_of
@@ -117,7 +118,7 @@ class PackedMxfp4Quantizer(HfQuantizer):
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         """Blocks and scales are read as they are; files may say that scales are E8M0."""
         operations = getattr(converter, "operations", ())
-        if any(isinstance(operation, AsBytes | JoinBlocks) for operation in operations):
+        if any(isinstance(operation, OneTensor) for operation in operations):
             return None
         return super().get_new_dtype(converter, param, dtype)
 
@@ -169,26 +170,9 @@ def _check_loaded(name: str, experts: Any) -> None:
             raise ValueError(f"mxfp4_config: the checkpoint has no {name}.{of_parameter}")
 
 
-class JoinBlocks(ConversionOps):
-    """Blocks [E, N, K / 32, 16] of a file as codes [E, N, K / 2] in the same memory, or back."""
+class JoinBlocks(OneTensor):
+    """Blocks [E, N, K / 32, 16] of a file as codes [E, N, K / 2], or back."""
 
-    def __init__(self, reverse: bool = False) -> None:
-        self.reverse = reverse
-
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """The tensor by its new name; see transformers' ConversionOps."""
-        (found,) = input_dict.values()
-        t = found[0] if isinstance(found, list) else found
-        t = t.unflatten(-1, (-1, MX_BLOCK // 2)) if self.reverse else t.flatten(-2)
-        return {target_patterns[0]: t}
-
-    @property
-    def reverse_op(self) -> "JoinBlocks":
-        """The way back, for saving."""
-        return JoinBlocks(not self.reverse)
+    def of(self, t: Tensor, is_scale: bool) -> Tensor:
+        """Codes, or blocks."""
+        return t.unflatten(-1, (-1, MX_BLOCK // 2)) if self.reverse else t.flatten(-2)

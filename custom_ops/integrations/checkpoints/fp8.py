@@ -55,11 +55,10 @@ def save_frozen_experts(module: nn.Module) -> None:
     for model in module.modules():
         if isinstance(model, PreTrainedModel) and model not in inside:
             inside.update(model.modules())
-            knows = getattr(_quantizer_of(model), "saves_frozen_experts", False)
-            saves = model.save_pretrained
-            if getattr(saves, "func", None) is _save or knows:
+            quantizer, saves = getattr(model, "hf_quantizer", None), model.save_pretrained
+            if getattr(quantizer, "saves_frozen_experts", False):
                 continue
-            if any(map(frozen_of, model.modules())):
+            if getattr(saves, "func", None) is not _save and any(map(frozen_of, model.modules())):
                 vars(model)["save_pretrained"] = partial(_save, saves, model)
 
 
@@ -75,16 +74,12 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             f"save_pretrained: {obstacle}: save the model before it is converted, or its "
             "state_dict()"
         )
-    quantizer: Any = copy.copy(_quantizer_of(model)) or FineGrainedFP8HfQuantizer(config)
+    own: Any = getattr(model, "hf_quantizer", None)
+    quantizer: Any = copy.copy(own) or FineGrainedFP8HfQuantizer(config)
     quantizer.quantization_config, quantizer.saves_frozen_experts = config, True
     of_model = {"hf_quantizer": quantizer, "_weight_conversions": conversions}
     with _for_now(model, of_model), _for_now(model.config, {"quantization_config": config}):
         return save()
-
-
-def _quantizer_of(model: Any) -> Any:
-    """What transformers quantized a model by while it was loaded, or None."""
-    return getattr(model, "hf_quantizer", None)
 
 
 @contextmanager
@@ -100,14 +95,15 @@ def _for_now(holder: Any, values: dict[str, Any]) -> Iterator[None]:
         vars(holder).update(before)
 
 
-class AsBytes(ConversionOps):
-    """A file's numbers or scales as the bytes of a frozen weight in the same memory, or back.
+class OneTensor(ConversionOps):
+    """A conversion of one tensor in the same memory, or the way back, for saving."""
 
-    Experts that are as loaded have what the file has: these tensors stay as they are.
-    """
+    def __init__(self, reverse: bool = False) -> None:
+        self.reverse = reverse
 
-    def __init__(self, numbers: torch.dtype, scales: torch.dtype, reverse: bool = False) -> None:
-        self.numbers, self.scales, self.reverse = numbers, scales, reverse
+    def of(self, t: Tensor, is_scale: bool) -> Tensor:
+        """The converted tensor, of numbers or of scales."""
+        raise NotImplementedError
 
     def convert(
         self,
@@ -116,28 +112,34 @@ class AsBytes(ConversionOps):
         target_patterns: list[str],
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """One tensor by its new name; see transformers' ConversionOps."""
+        """The tensor by its new name; see transformers' ConversionOps."""
         (found,) = input_dict.values()
         t = found[0] if isinstance(found, list) else found
         name = (source_patterns if self.reverse else target_patterns)[0]
-        return {target_patterns[0]: (self.scales_of if SCALE in name else self.numbers_of)(t)}
-
-    def numbers_of(self, t: Tensor) -> Tensor:
-        """Numbers as bytes, or bytes as numbers."""
-        if not self.reverse:
-            return t.view(torch.uint8)
-        return t.view(self.numbers) if t.dtype == torch.uint8 else t
-
-    def scales_of(self, t: Tensor) -> Tensor:
-        """Scales as bytes, whose last dimension is one scale, or back."""
-        if not self.reverse:
-            return t.unsqueeze(-1).view(torch.uint8)
-        return t.view(self.scales).squeeze(-1) if t.dtype == torch.uint8 else t
+        return {target_patterns[0]: self.of(t, SCALE in name)}
 
     @property
-    def reverse_op(self) -> "AsBytes":
-        """The way back, for saving."""
-        return AsBytes(self.numbers, self.scales, not self.reverse)
+    def reverse_op(self) -> "OneTensor":
+        """The way back."""
+        other = copy.copy(self)
+        other.reverse = not self.reverse
+        return other
+
+
+class AsBytes(OneTensor):
+    """Numbers or scales of a file as bytes of a frozen weight; experts as loaded have no bytes."""
+
+    def __init__(self, numbers: torch.dtype, scales: torch.dtype) -> None:
+        super().__init__()
+        self.numbers, self.scales = numbers, scales
+
+    def of(self, t: Tensor, is_scale: bool) -> Tensor:
+        """Bytes, or what they are of."""
+        if not self.reverse:
+            return (t.unsqueeze(-1) if is_scale else t).view(torch.uint8)
+        if t.dtype != torch.uint8:
+            return t
+        return t.view(self.scales).squeeze(-1) if is_scale else t.view(self.numbers)
 
 
 def _with_bytes(conversions: list[Any], keys: Iterable[str], kept_as: str) -> list[Any]:
@@ -171,7 +173,7 @@ def _checkpoint_of(
 
     Then the conversions of names to its names, and why transformers cannot write it, or None.
     """
-    quantizer = _quantizer_of(model)
+    quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
         config = FineGrainedFP8Config()
     elif isinstance(quantizer, FineGrainedFP8HfQuantizer):
@@ -300,12 +302,8 @@ def _obstacle_of_names(
 
 def _as_saved(model: Any, conversions: list[Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a model as ``save_pretrained`` names and splits them."""
-    before = getattr(model, "_weight_conversions", None)
-    model._weight_conversions = conversions
-    try:
+    with _for_now(model, {"_weight_conversions": conversions}):
         saved: dict[str, Tensor] = revert_weight_conversion(model, state)
-    finally:
-        model._weight_conversions = before
     return saved
 
 
@@ -341,6 +339,8 @@ def fp8_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     >>> name = "model.layers.0.block_sparse_moe.experts.7.w2.weight"
     >>> tensors[name].dtype, tensors[name + "_scale_inv"].shape
     (torch.float8_e4m3fn, torch.Size([1, 1]))
+    >>> fp8_quantization_config(model)["weight_block_size"]
+    (128, 128)
     """
     experts, _, conversions = _in_blocks("fp8_tensors", model)
     own = {f"{name}.{w}" for name, module in experts.items() for w in weight_names(module)}
@@ -350,7 +350,8 @@ def fp8_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
         for name, module in experts.items():
             state = {}
             for w in weight_names(module):
-                state[f"{name}.{w}"], state[f"{name}.{w}{SCALE}"] = _parts(module, w)
+                weight = _blocks_of("fp8_tensors", module, w)
+                state[f"{name}.{w}"], state[f"{name}.{w}{SCALE}"] = weight.values, weight.scale
             yield from _as_saved(model, conversions, state).items()
         others: dict[Any, tuple[str, Tensor]] = {}
         for key, t in model.state_dict().items():
@@ -370,15 +371,6 @@ def fp8_quantization_config(model: Any) -> dict[str, Any]:
 
     Args:
         model: see :func:`fp8_tensors`, which raises the same.
-
-    >>> from grouped_linear import Float8BlockScaling, convert
-    >>> from transformers import MixtralConfig, MixtralForCausalLM
-    >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=128,
-    ...                        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
-    >>> model = MixtralForCausalLM(config)
-    >>> report = convert(model, Float8BlockScaling(), weights="both")
-    >>> fp8_quantization_config(model)["weight_block_size"]
-    (128, 128)
     """
     described: dict[str, Any] = _in_blocks("fp8_quantization_config", model)[1].to_dict()
     return described
@@ -395,7 +387,7 @@ def _in_blocks(op: str, model: Any) -> tuple[dict[str, Any], FineGrainedFP8Confi
     experts = _experts_of(model)
     if not experts:
         raise ValueError(f"{op}: {type(model).__name__} has no experts that are known")
-    in_fp8 = {name: module for name, module in experts.items() if _has_blocks(module)}
+    in_fp8 = {n: m for n, m in experts.items() if _blocks_of(op, m, weight_names(m)[1]) is not None}
     if not in_fp8:
         name, module = next(iter(experts.items()))
         remedy = "convert with weights='both'"
@@ -408,17 +400,10 @@ def _in_blocks(op: str, model: Any) -> tuple[dict[str, Any], FineGrainedFP8Confi
     return in_fp8, config, conversions
 
 
-def _has_blocks(experts: Any) -> bool:
-    """Whether weights are kept in e4m3 with a scale for each 128 x 128 block."""
-    w = getattr(experts, weight_names(experts)[1])
-    with_master = isinstance(w, KEPT) and w.scale is not None and w.scale.dim() == 3
-    return storage_of(experts) == "fp8" or with_master
-
-
-def _parts(experts: Any, name: str) -> tuple[Tensor, Tensor]:
-    """The numbers and scales of a weight in FP8 blocks."""
+def _blocks_of(op: str, experts: Any, name: str) -> Any:
+    """A weight's e4m3 numbers with a scale for each 128 x 128 block; None if it has no blocks."""
     if storage_of(experts) == "fp8":
-        weight: Any = kept_weight("fp8_tensors", experts, name)
-    else:
-        weight = getattr(experts, name).detach().quantized_weight()
-    return weight.values, weight.scale
+        return kept_weight(op, experts, name)
+    w = getattr(experts, name).detach()
+    has_blocks = isinstance(w, KEPT) and w.scale is not None and w.scale.dim() == 3
+    return w.quantized_weight() if has_blocks else None
