@@ -3,12 +3,8 @@
 
 import ctypes
 import importlib
-import importlib.util
 import platform
 import re
-import shutil
-import subprocess
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -35,25 +31,22 @@ def built(host: ModuleType | None) -> str:
 
 def driver() -> str:
     """The version of the NVIDIA driver and the newest CUDA that it supports."""
+    cuda, kernel = ctypes.c_int(), Path("/proc/driver/nvidia/version")
     try:
-        cuda = ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda))
     except OSError:
         return "none"
-    found = "unknown version"
-    if tool := shutil.which("nvidia-smi"):
-        command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()
-        found = said[0] if said else found
-    return f"{found}, for CUDA up to {cuda.value // 1000}.{cuda.value % 1000 // 10}"
+    found = re.search(r"\b\d{3,}\.[\d.]+", kernel.read_text() if kernel.exists() else "")
+    newest = f"{cuda.value // 1000}.{cuda.value % 1000 // 10}"
+    return f"{found[0] if found else 'unknown version'}, for CUDA up to {newest}"
 
 
 def transformers() -> str:
     """The installed transformers, and whether the integration accepts it."""
-    if importlib.util.find_spec("transformers") is None:
-        return "not installed"
     try:
         importlib.import_module("grouped_linear.integrations.transformers")
+    except ModuleNotFoundError:
+        return "not installed"
     except ImportError as error:
         return f"not supported: {first_line(error)}"
     return f"{version('transformers')}, supported"
@@ -72,44 +65,36 @@ def runs(device: torch.device) -> str:
             torch.cuda.synchronize(device)
     except (RuntimeError, ValueError) as error:
         return f"a layer fails: {first_line(error)}"
-    kernels = " ".join(event.key for event in profile.key_averages())
-    gemms = sorted(set(re.findall(r"cuda::(sm\d+)::", kernels)))
-    return f"a layer runs, its GEMMs in {gemms[0]}" if gemms else "a layer runs"
-
-
-def installed() -> Iterator[tuple[str, str]]:
-    """The lines of the report: a name and its value."""
-    host, libc = host_module(), " ".join(platform.libc_ver())
-    cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    cpu = Path("/proc/cpuinfo")
-    name = re.search(r"^model name\s*: *(.+)", cpu.read_text() if cpu.exists() else "", re.M)
-    vectors = torch.backends.cpu.get_cpu_capability()
-    if host is not None and host.has_bf16_units():
-        vectors += ", AVX-512 BF16 for FP8 GEMMs"
-    yield "grouped_linear", __version__
-    yield "kernels", built(host)
-    yield "library", str(library_path())
-    yield "Python", platform.python_version()
-    yield "torch", f"{torch.__version__}, {cuda}"
-    yield "transformers", transformers()
-    yield "system", f"{platform.system()} {platform.release()} {platform.machine()}, {libc}"
-    yield "driver", driver()
-    yield "cpu", f"{name[1] if name else platform.machine()}, {vectors}"
-    yield "", f"{torch.get_num_threads()} threads; {runs(torch.device('cpu'))}"
-    for i in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(i)
-        memory = f"{gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} SMs"
-        yield f"cuda:{i}", f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {memory}"
-        yield "", runs(torch.device("cuda", i))
+    gemm = re.search(r"cuda::(sm\d+)::", " ".join(event.key for event in profile.key_averages()))
+    return f"a layer runs, its GEMMs in {gemm[1]}" if gemm else "a layer runs"
 
 
 def report() -> str:
     """What is installed, and whether a layer runs on each device, as text.
 
     >>> print(report())  # doctest: +ELLIPSIS
-    grouped_linear   0.1.0
-    kernels          CPU...
-    library          ..._C.so
-    Python           3...
+    grouped_linear   0.1.0...
     """
-    return "\n".join(f"{name:<17}{value}" for name, value in installed())
+    host, cpu, cuda = host_module(), Path("/proc/cpuinfo"), torch.version.cuda
+    model = re.search(r"^model name\s*: *(.+)", cpu.read_text() if cpu.exists() else "", re.M)
+    vectors = torch.backends.cpu.get_cpu_capability()
+    if host is not None and host.has_bf16_units():
+        vectors += ", AVX-512 BF16 for FP8 GEMMs"
+    lines = [
+        ("grouped_linear", __version__),
+        ("kernels", built(host)),
+        ("library", str(library_path())),
+        ("Python", platform.python_version()),
+        ("torch", f"{torch.__version__}, built {f'for CUDA {cuda}' if cuda else 'without CUDA'}"),
+        ("transformers", transformers()),
+        ("system", platform.platform()),
+        ("driver", driver()),
+        ("cpu", f"{model[1] if model else platform.machine()}, {vectors}"),
+        ("", f"{torch.get_num_threads()} threads; {runs(torch.device('cpu'))}"),
+    ]
+    for i in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(i)
+        size = f"{gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} SMs"
+        name = f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}"
+        lines += [(f"cuda:{i}", f"{name}, {size}"), ("", runs(torch.device("cuda", i)))]
+    return "\n".join(f"{name:<17}{value}" for name, value in lines)

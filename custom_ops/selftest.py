@@ -55,13 +55,12 @@ def arguments(layer: Any) -> tuple[Tensor, ...]:
     if isinstance(layer, GroupedLinear):
         x[sum(SIZES) :] = torch.nan
         return x, torch.tensor(SIZES)
-    weights, chosen = torch.randn(T, E).softmax(1).topk(C)
-    return x, weights, chosen
+    return x, *torch.randn(T, E).softmax(1).topk(C)
 
 
-def step(call: Any, p: dict[str, Tensor], x: Tensor, *routing: Tensor) -> dict[str, Tensor]:
-    """The output and the gradients by x and the parameters p, in float64 on the CPU."""
-    leaves = {"x": x.detach().requires_grad_()} | {n: t for n, t in p.items() if t.requires_grad}
+def step(call: Any, named: Any, x: Tensor, *routing: Tensor) -> dict[str, Tensor]:
+    """The output and the gradients by x and the named parameters, in float64 on the CPU."""
+    leaves = {"x": x.detach().requires_grad_()} | {n: p for n, p in named if p.requires_grad}
     y = call(leaves["x"], *routing)
     torch.manual_seed(1)
     dy = torch.randn(y.shape).to(y)
@@ -71,11 +70,10 @@ def step(call: Any, p: dict[str, Tensor], x: Tensor, *routing: Tensor) -> dict[s
 
 
 def in_float64(layer: Any, x: Tensor, *routing: Tensor) -> dict[str, Tensor]:
-    """What :func:`step` returns, by plain torch, without a recipe."""
+    """What :func:`step` returns, by plain torch, without a recipe; `+ 0` gives plain tensors."""
     p: Any = {}
     for name, parameter in layer.named_parameters():
-        frozen = layer.frozen_weight(name) is not None
-        w = layer.dequantize(name) if frozen else parameter.detach() + 0  # plain tensors
+        w = layer.dequantize(name) if layer.frozen_weight(name) else parameter.detach() + 0
         p[name] = w.double().requires_grad_(parameter.requires_grad)
 
     def linear(x: Tensor, m_splits: Tensor) -> Tensor:
@@ -91,7 +89,7 @@ def in_float64(layer: Any, x: Tensor, *routing: Tensor) -> dict[str, Tensor]:
             y = y + weight * ((silu(gate) * up) @ p["down_proj"][e].T)
         return y
 
-    return step(linear if "weight" in p else mlp, p, x.double(), *routing)
+    return step(linear if "weight" in p else mlp, p.items(), x.double(), *routing)
 
 
 def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
@@ -116,16 +114,14 @@ def check(kind: str, recipe: str, device: torch.device) -> tuple[str, bool]:
             expected = in_float64(layer, *given)
         else:
             on_cpu = copy.deepcopy(layer)
-            expected = step(on_cpu, dict(on_cpu.named_parameters()), *given)
+            expected = step(on_cpu, on_cpu.named_parameters(), *given)
         layer, given = layer.to(device), tuple(t.to(device) for t in given)
-        p = dict(layer.named_parameters())
-        found = step(layer, p, *given)
-        torch.use_deterministic_algorithms(True, warn_only=True)  # fills empty memory with NaN
-        again = step(layer, p, *given)
-        torch.use_deterministic_algorithms(False)
+        found = step(layer, layer.named_parameters(), *given)
         begin = time.perf_counter()
-        step(layer, p, *given)
+        step(layer, layer.named_parameters(), *given)
         spent = f"{1e3 * (time.perf_counter() - begin):8.1f} ms"
+        torch.use_deterministic_algorithms(True, warn_only=True)  # fills empty memory with NaN
+        again = step(layer, layer.named_parameters(), *given)
     except (RuntimeError, ValueError) as failed:
         return f"FAILS: {first_line(failed)}", False
     finally:

@@ -64,7 +64,7 @@ def test_transformers_is_supported_or_says_why(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("transformers.__version__", "4.57.0")
     assert "got 4.57.0" in report.transformers()
     assert report.transformers().startswith("not supported: ")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     assert report.transformers() == "not installed"
 
 
