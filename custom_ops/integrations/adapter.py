@@ -29,7 +29,7 @@ Write = Callable[["Changes"], None]
 
 @dataclass(frozen=True)
 class Experts:
-    """A module with experts, and how they are computed."""
+    """A module with experts: its weights by name, who computes them, and by which recipe."""
 
     module: Any
     library: Literal["grouped_linear", "transformers", "torchtitan"]
@@ -242,5 +242,5 @@ def freeze(
 
 def _set_by_others(p: nn.Parameter) -> dict[str, Any]:
     """The attributes of a parameter besides those of its class."""
-    names = vars(p).keys() - vars(p.detach()).keys() - {"_is_param"}
-    return {name: vars(p)[name] for name in names}
+    own = {*vars(p.detach()), "_is_param"}
+    return {name: value for name, value in vars(p).items() if name not in own}

@@ -5,7 +5,7 @@ import inspect
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -172,8 +172,8 @@ def convert(
     _check(model, request)
     found = {
         name: experts
-        for name, experts in ((n, experts_of(m)) for n, m in model.named_modules())
-        if experts is not None and experts.plan is not None
+        for name, module in model.named_modules()
+        if (experts := experts_of(module)) is not None and experts.plan is not None
     }
     _check_found(model, found, request)
     changes = Changes()
@@ -205,17 +205,14 @@ def _check(model: Any, request: Request) -> None:
         check_recipe(where, recipe)
         if recipe is not None:
             check_weights_kept(where, recipe, request.weights)
-    if request.weights is not None:
-        check_registration()
-    if request.weights is not None and any(map(_is_ddp, model.modules())):
+    if request.weights is None:
+        return
+    check_registration()
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "convert: DistributedDataParallel holds the parameters that weights="
             f"{request.weights!r} replaces: convert before it is made"
         )
-
-
-def _is_ddp(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel)
 
 
 def _check_found(model: nn.Module, names: Collection[str], request: Request) -> None:
@@ -241,20 +238,18 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
         )
 
 
-def _plans_of_model(model: nn.Module, found: Mapping[str, Experts]) -> list[Write]:
+def _plans_of_model(model: nn.Module, found: Mapping[str, Experts]) -> Iterator[Write]:
     """What is written once for a model of transformers: grouped adapters, and how it is saved."""
     modules = {e.module for e in found.values() if e.library == "transformers"}
-    writes: list[Write] = []
-    if not modules:
-        return writes
     if adapted(model) & modules:  # PEFT is imported for such models alone
         from grouped_linear.integrations.peft import check_adapters, group_adapters
 
         check_adapters("convert", model)
-        writes.append(lambda changes: group_adapters(model))
-    from grouped_linear.integrations.checkpoints.fp8 import save_frozen_experts
+        yield lambda changes: group_adapters(model)
+    if modules:
+        from grouped_linear.integrations.checkpoints.fp8 import save_frozen_experts
 
-    return [*writes, lambda changes: save_frozen_experts(model)]
+        yield lambda changes: save_frozen_experts(model)
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -266,35 +261,20 @@ def _described(name: str, experts: Experts, changes: Changes) -> ConvertedExpert
     if module in changes.squares:
         off, whole = changes.squares[module].tolist()
         error = math.sqrt(off / whole) if whole else 0.0
-    frozen = frozen_of(module)
+    first, frozen = local_part(getattr(module, experts.weights[0])), frozen_of(module)
+    as_loaded = {E4M3: "FP8 as loaded", torch.int8: "MXFP4 as loaded"}  # by transformers
+    kept = as_loaded.get(first.dtype) or dtype_name(first.dtype)
+    if isinstance(first, GroupedTensorWithMaster):
+        kept = "both"
     for key, p in module.named_parameters():
-        is_scale, per_entry = key.endswith(SCALE), 1 + _is_packed(p)
-        of_weight = frozen.get(key)
-        per_entry = per_entry if of_weight is None else of_weight.storage.per_entry
-        numbers += 0 if is_scale else p.numel() * per_entry
-        if p.dim() > 2 and (is_scale or not key.endswith("_bias")):
+        if p.dim() > 2 and not key.endswith("_bias"):
             nbytes += local_part(p).nbytes
-    sizes = experts.num_experts, numbers
-    return ConvertedExperts(
-        name, experts.form, *sizes, _kind_of(module, experts.weights[0]), nbytes, error
-    )
-
-
-def _kind_of(module: nn.Module, name: str) -> str:
-    """How a weight of a module is kept, in words."""
-    w, frozen = local_part(getattr(module, name)), frozen_of(module).get(name)
-    if isinstance(w, GroupedTensorWithMaster):
-        return "both"
-    if frozen is not None:
-        return frozen.weights.upper()
-    if w.dtype == E4M3 or _is_packed(w):
-        return f"{'FP8' if w.dtype == E4M3 else 'MXFP4'} as loaded"
-    return dtype_name(w.dtype)
-
-
-def _is_packed(w: torch.Tensor) -> bool:
-    """Whether transformers has loaded a weight of 4 bits, two numbers a byte."""
-    return w.dtype == torch.int8
+        if key in frozen:
+            kept = frozen[key].weights.upper()
+            numbers += p.numel() * frozen[key].storage.per_entry
+        elif not key.endswith(SCALE):
+            numbers += p.numel() * (1 + (p.dtype == torch.int8))  # two in a byte
+    return ConvertedExperts(name, experts.form, experts.num_experts, numbers, kept, nbytes, error)
 
 
 def aligned(lines: Sequence[Sequence[str]], sides: str = "<<") -> list[str]:
@@ -333,15 +313,14 @@ def _size(nbytes: float) -> str:
 def _look_alikes(model: nn.Module) -> dict[str, str]:
     """Why modules that look like experts are skipped, by name, where this package computes none."""
     skipped: dict[str, str] = {}
-    seen: list[str] = []  # prefixes of converted modules, and of those reported as a whole
+    done: tuple[str, ...] = ()  # prefixes of converted modules, and of those reported as a whole
     for name, module in model.named_modules():
-        if any(name.startswith(prefix) for prefix in seen):
+        if name.startswith(done):
             continue
-        experts = experts_of(module)
-        here = experts is not None and (experts.computed_here or experts.library == "transformers")
-        why = "" if here else _why_skipped(name, module)
-        seen += [f"{name}."] if here or why else []
-        skipped.update({name: why} if why else {})
+        is_known = experts_of(module) is not None
+        why = "" if is_known else _why_skipped(name, module)
+        skipped |= {name: why} if why else {}
+        done += (f"{name}.",) if why or is_known else ()
     return skipped
 
 
@@ -353,14 +332,12 @@ def _why_skipped(name: str, module: nn.Module) -> str:
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
     if named and not held:  # layers that hold a tensor of all experts each
         inside = ((n, c) for n, c in module.named_children() if not isinstance(c, _ConvNd))
-        held = {f"{n}.{p}": w for n, c in inside for p, w in c._parameters.items() if w is not None}
+        held = {f"{n}.{p}": w for n, c in inside for p, w in c.named_parameters(recurse=False)}
         held = {n: w for n, w in held.items() if w.dim() > 2 and w.size(0) > 1}
     stacked = [w.size(0) for w in held.values() if w.dim() > 2 and w.size(0) > 1]
-    alike = len(stacked) > 1 and len({*stacked}) == 1
+    alike = named or (len(stacked) > 1 and len({*stacked}) == 1)
     matrices = not cls.__module__.startswith("torch.") and any(w.dim() > 1 for w in held.values())
-    if not (named and is_list and len(kinds) > 1 == len({*kinds})) and not (
-        matrices and (named or alike)
-    ):
+    if not (matrices and alike) and not (named and is_list and len(kinds) > 1 == len({*kinds})):
         return ""
     if cls.__module__.startswith("transformers."):
         return (

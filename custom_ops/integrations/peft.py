@@ -103,8 +103,11 @@ def use_grouped_adapters(model: nn.Module, *, dropout: float | None = None) -> t
     check_adapters(op, model)
     p = None if dropout is None else Lora(1, dropout=dropout).dropout  # which checks it
     group_adapters(model)
-    if p is not None:
-        _set_dropout(model, p, {a for w in found.values() for a in w.lora_A})
+    adapters = {a for wrapper in found.values() for a in wrapper.lora_A}
+    for module in model.modules():  # all layers that have them
+        if p is not None and isinstance(module, lora.LoraLayer):
+            for name in adapters & module.lora_dropout.keys():
+                module.lora_dropout[name] = nn.Dropout(p).train(module.training)
     return tuple(found)
 
 
@@ -162,14 +165,6 @@ def group_adapters(model: nn.Module) -> None:
     for module in model.modules():
         if wrappers and type(module) in (peft.LoraModel, MixedModel):
             module.__class__ = LoraModel if type(module) is peft.LoraModel else _MixedModel
-
-
-def _set_dropout(model: nn.Module, p: float, adapters: set[str]) -> None:
-    """Set the dropout of these adapters, in all layers that have them."""
-    for module in model.modules():
-        if isinstance(module, lora.LoraLayer):
-            for name in adapters & module.lora_dropout.keys():
-                module.lora_dropout[name] = nn.Dropout(p).train(module.training)
 
 
 def check_implementation(where: str, experts: Any) -> None:

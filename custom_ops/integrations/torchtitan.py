@@ -69,23 +69,22 @@ class TitanExperts(Converted):
 
     def _projection(self, number: int, dtype: torch.dtype, bias: Tensor | None = None) -> Any:
         """The weight of a GEMM as [E, N, K], with its recipe."""
-        module: Any = self
-        name, recipe = _form_of(module).weights[number], self.recipe
-        states, observed = getattr(self, "scaling_states", None), getattr(self, "observed", None)
-        of_call = recipe if states is None else module.scaling_states[number].of_call()
-        of_call = of_call or UNQUANTIZED
+        name, recipe = _form_of(self).weights[number], self.recipe
+        states: Any = getattr(self, "scaling_states", None)
+        observed: Any = getattr(self, "observed", None)
+        of_call = (recipe if states is None else states[number].of_call()) or UNQUANTIZED
         if observed is not None:
-            of_call = module.observed.recipe(name, of_call)
+            of_call = observed.recipe(name, of_call)
         frozen = self.frozen_weight(name)
         if frozen is not None:
             kept = frozen.each(local_part)
             return Projection((kept.stand_in,), bias, of_call, kept)
         weight = local_part(getattr(self, name))
-        held = None if states is None else len(module.scaling_states[number].weight.scale)
-        if held is not None and len(weight) != held:
+        if states is not None and len(weight) != len(states[number].weight.scale):
             raise ValueError(
-                f"{type(self).__name__}: {type(recipe).__name__} holds scales of {held} experts, "
-                f"{len(weight)} are on this process: shard in another way or take another recipe"
+                f"{type(self).__name__}: {type(recipe).__name__} holds scales of "
+                f"{len(states[number].weight.scale)} experts, {len(weight)} are on this process: "
+                "shard in another way or take another recipe"
             )
         if recipe is None or not recipe.weight.reads_any_dtype:
             weight = weight.to(dtype)
@@ -116,12 +115,11 @@ class FusedExperts(TitanExperts):
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Compute [R, D] of rows [R, D] that are sorted by expert, and the rows of each."""
-        module: Any = self
-        form = _form_of(module)
+        form, limit = _form_of(self), getattr(self, "swiglu_limit", None)
         activation, biases = SwiGLU(interleaved=True), (None, None)
         if form.biases:
             gate_up_bias, down_bias = (local_part(getattr(self, name)) for name in form.biases)
-            activation = SwiGLU(GPT_OSS_ALPHA, 1.0, module.swiglu_limit, interleaved=True)
+            activation = SwiGLU(GPT_OSS_ALPHA, 1.0, limit, interleaved=True)
             # Tensor parallelism sums the processes' outputs, so each process adds its share of the
             # bias. The gradient of the bias is not divided.
             degree = _tensor_parallel_degree(getattr(self, form.weights[0]))

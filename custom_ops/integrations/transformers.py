@@ -128,11 +128,10 @@ def register(
     check_recipe("register", recipe)
     check_flags("register", save_gate_up_in_fp8=save_gate_up_in_fp8)
     _check_stateless("register", recipe)
-    options = recipe, save_gate_up_in_fp8
-    taken = {"eager", *ALL_EXPERTS_FUNCTIONS, *ALL_FP8_EXPERTS_FUNCTIONS}
-    if name in taken and _options_of_name(name) != options:
-        raise ValueError(f"register: {name!r} names another experts implementation already")
     function: Any = partial(experts_forward, recipe=recipe, save_gate_up_in_fp8=save_gate_up_in_fp8)
+    taken = {"eager", *ALL_EXPERTS_FUNCTIONS, *ALL_FP8_EXPERTS_FUNCTIONS}
+    if name in taken and _options_of_name(name) != function.keywords:
+        raise ValueError(f"register: {name!r} names another experts implementation already")
     _register(name, function)
 
 
@@ -141,12 +140,10 @@ def _register(name: str, function: Any) -> None:
         interface.register(name, function)
 
 
-def _options_of_name(name: Any) -> tuple[Recipe | None, bool] | None:
+def _options_of_name(name: Any) -> dict[str, Any] | None:
     """The options that a name is registered with, if it is one of grouped_linear's."""
     function: Any = ALL_EXPERTS_FUNCTIONS.get(name)
-    if isinstance(function, partial) and function.func is experts_forward:
-        return function.keywords["recipe"], function.keywords["save_gate_up_in_fp8"]
-    return None
+    return function.keywords if getattr(function, "func", None) is experts_forward else None
 
 
 def options_of(experts: Any) -> tuple[Recipe | None, bool] | None:
@@ -154,7 +151,8 @@ def options_of(experts: Any) -> tuple[Recipe | None, bool] | None:
     name = experts.config._experts_implementation
     if name == CONVERTED:
         return experts.recipe, experts.save_gate_up_in_fp8
-    return _options_of_name(name)
+    options = _options_of_name(name)
+    return None if options is None else (options["recipe"], options["save_gate_up_in_fp8"])
 
 
 def _check_stateless(op: str, recipe: Recipe | None) -> None:
@@ -217,17 +215,18 @@ def plan(experts: Any, name: str, request: Request) -> Write:
 
     def write(changes: Changes) -> None:
         compute_here(experts, request.recipe, save_gate_up_in_fp8)
-        for w in names if weights == "both" else ():
-            p = getattr(experts, w)
-            if not isinstance(p, GroupedTensorWithMaster) or p.recipe.weight != weight_format:
-                keep_both(changes, experts, w, request.recipe)
-        for w in names if freezes else ():
-            p, dtype = experts.get_parameter(w), dtype_of_kept(experts, w)
-            if isinstance(experts, FP8Experts):  # in the memory that they have
-                p = kept_weight("convert", experts, w)[:2]
-            elif experts.is_transposed:
-                p = p.mT
-            freeze(changes, experts, w, p, request, dtype)
+        for w in names:
+            p: Any = getattr(experts, w)
+            if weights == "both":
+                if not isinstance(p, GroupedTensorWithMaster) or p.recipe.weight != weight_format:
+                    keep_both(changes, experts, w, request.recipe)
+            elif freezes:
+                dtype = dtype_of_kept(experts, w)
+                if isinstance(experts, FP8Experts):  # in the memory that they have
+                    p = kept_weight("convert", experts, w)[:2]
+                elif experts.is_transposed:
+                    p = p.mT
+                freeze(changes, experts, w, p, request, dtype)
 
     weight_format = None if request.recipe is None else request.recipe.weight
     return write
@@ -267,17 +266,14 @@ class ConvertedExperts(Converted):
         ``load_state_dict(strict=False)``, by which transformers' Trainer resumes, would go on with
         the experts as they are.
         """
-        for name in weight_names(self):
-            p, key = self._parameters.get(name), prefix + name
-            t, scale = state_dict.get(key), state_dict.get(key + SCALE)
-            dtype: Any = getattr(p, "dtype", None)
-            kept_as = {E4M3: "fp8", torch.int8: "mxfp4"}.get(dtype)
+        kept_as = None if self._frozen else storage_of(self)
+        for key in (prefix + name for name in weight_names(self) if kept_as is not None):
             # A checkpoint's experts take the bytes of frozen ones as the files have them.
-            if isinstance(t, Tensor) and isinstance(scale, Tensor) and kept_as is not None:
-                numbers, (of_scale, *_) = FILES[kept_as]
-                if t.dtype == scale.dtype == torch.uint8:
-                    state_dict[key] = t.view(numbers)
-                    state_dict[key + SCALE] = scale.view(of_scale).squeeze(-1)
+            both: Any = state_dict.get(key), state_dict.get(key + SCALE)
+            if all(isinstance(t, Tensor) and t.dtype == torch.uint8 for t in both):
+                numbers, (of_scale, *_) = FILES[str(kept_as)]
+                state_dict[key] = both[0].view(numbers)
+                state_dict[key + SCALE] = both[1].view(of_scale).squeeze(-1)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         missing, unexpected, errors = args[2:5]
         own = {prefix + name for name in weight_names(self)}
@@ -385,41 +381,38 @@ def experts_forward(
     a weight's name, as of [E, N, K].
     """
     lora = lora or {}
-    first, second = weight_names(experts)
     if "parametrizations" in experts._modules and not torch.compiler.is_compiling():
         _warn_of_adapters(experts)
 
-    def bias(name: str) -> Tensor | None:
-        return getattr(experts, f"{name}_bias") if experts.has_bias else None
-
-    def projection(number: int) -> Projection:
-        name, observed = (first, second)[number], getattr(experts, "observed", None)
+    def projection(name: str) -> Projection:
         w, stored = _operand(experts, name, recipe)
-        of_call = recipe or UNQUANTIZED
+        bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+        of_call, observed = recipe or UNQUANTIZED, getattr(experts, "observed", None)
         if observed is not None:
             of_call = observed.recipe(name, of_call)
         adapter = adapter_of("grouped_linear", "lora", lora.get(name))
-        return Projection((w,), bias(name), of_call, stored, adapter=adapter)
+        return Projection((w,), bias, of_call, stored, adapter=adapter)
 
-    activation = activation_of(experts)
+    activation, names = activation_of(experts), weight_names(experts)
     if activation is not None:
         config = MLPConfig(activation, save_gate_up_in_fp8)
-        given = hidden_states, top_k_weights, top_k_index, projection(0), projection(1), config
+        gate_up, down = map(projection, names)
+        given = hidden_states, top_k_weights, top_k_index, gate_up, down, config
         return apply_mlp(*given).to(hidden_states.dtype)
     check_activation("grouped_linear", experts, save_gate_up_in_fp8)
 
     routing = ops.sort_by_expert(top_k_index, experts.num_experts)
     m_splits_E = routing.offs.diff(prepend=routing.offs.new_zeros(1))
 
-    def layer(x: Tensor, number: int) -> Tensor:
-        given = projection(number)
+    def layer(x: Tensor, name: str) -> Tensor:
+        given = projection(name)
         check_parameters("grouped_linear", bias=given.bias_EN)
         return apply_linear(x, m_splits_E, given)
 
     x_RH = GatherFunction.apply(hidden_states, *routing)
-    gate_up_RG = layer(x_RH, 0)
+    gate_up_RG = layer(x_RH, names[0])
     h_RF = experts._apply_gate(gate_up_RG) if experts.has_gate else experts.act_fn(gate_up_RG)
-    y_RH = layer(h_RF, 1)
+    y_RH = layer(h_RF, names[1])
     if experts.has_post_expert_norm:
         y_RH = experts.post_expert_norm(y_RH)
     out_TH: Tensor = CombineFunction.apply(y_RH, top_k_weights, *routing)
