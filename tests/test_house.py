@@ -2,6 +2,7 @@
 """The rules of the house: imports run one way, private names stay home, files name the license."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +72,19 @@ def test_no_import_cycle() -> None:
     for module in graph:
         if module != "grouped_linear":
             visit(module, ())
+
+
+#: What tools import besides public names: a check of arguments, and how a table is printed.
+NOT_PUBLIC = {"nn.checks.check_model", "integrations.convert.aligned"}
+
+
+def test_tools_stand_on_public_names() -> None:
+    """Those of docs/reference, by which a tool of a user's own goes, too."""
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    public = {"ops", *re.findall(r"^::: grouped_linear\.(?:\S+\.)?(\w+)$", pages, re.MULTILINE)}
+    imported = {i for path in (PACKAGE / "contrib").glob("*.py") for i in imports(path)}
+    left = {i for i in imported if room_of(i[0]) != "contrib" and i[1] not in public}
+    assert {".".join(i).removeprefix("grouped_linear.") for i in left} == NOT_PUBLIC
 
 
 def test_files_name_their_license() -> None:

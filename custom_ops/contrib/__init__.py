@@ -5,8 +5,7 @@ from grouped_linear.contrib.batch_invariance import check_batch_invariant
 from grouped_linear.contrib.compare import Comparison, Difference, compare
 from grouped_linear.contrib.fake_quantize import fake_quantize
 from grouped_linear.contrib.routing_replay import Recording, record_routing, replay_routing
-from grouped_linear.contrib.watch import Watch, watch
-from grouped_linear.contrib.watch_statistics import Load, OperandStatistics, Statistics
+from grouped_linear.contrib.watch import Load, OperandStatistics, Statistics, Watch, watch
 
 __all__ = [
     "Comparison",

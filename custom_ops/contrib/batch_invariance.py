@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a token's bits depend on that token alone: a promise of most recipes, and its check."""
 
-from typing import Any
-
 from torch import nn
 
-from grouped_linear.integrations.adapter import class_before
-from grouped_linear.integrations.experts import experts_of
-from grouped_linear.integrations.wrappers import adapted
+from grouped_linear.integrations.experts import Experts, named_experts
 from grouped_linear.loading import host_module
 from grouped_linear.nn.checks import check_model
-from grouped_linear.recipes import Recipe
 
 
 def check_batch_invariant(model: nn.Module) -> None:
@@ -37,35 +32,29 @@ def check_batch_invariant(model: nn.Module) -> None:
     of an expert share, so a token's bits follow its batch
     """
     check_model("check_batch_invariant", model)
-    found, has_adapters = False, adapted(model)
-    module: Any
-    for name, module in model.named_modules():
-        experts = experts_of(module)
-        if experts is None:
-            continue
-        found = True
-        if experts.computed_here:
-            reason = _reason(module, experts.recipe, module in has_adapters)
-        else:
-            reason = "convert has not converted it"
+    name = None
+    inside = {m for n, m in model.named_modules() if "base_layer" in n.split(".")}  # of PEFT's
+    for name, experts in named_experts(model):
+        own = any("lora_" in n for n, _ in experts.module.named_parameters())
+        reason = _reason(experts, own or experts.module in inside)
         if reason is not None:
-            where = name or class_before(module).__name__
-            raise ValueError(f"check_batch_invariant: {where}: {reason}")
-    if not found:
+            raise ValueError(f"check_batch_invariant: {name or experts.form}: {reason}")
+    if name is None:
         raise ValueError(f"check_batch_invariant: {type(model).__name__} has no grouped layers")
 
 
-def _reason(layer: Any, recipe: Recipe | None, has_adapters: bool) -> str | None:
+def _reason(experts: Experts, has_adapters: bool) -> str | None:
     """Why a layer's rows may depend on each other; None if they do not."""
+    layer, recipe = experts.module, experts.recipe
+    if not experts.computed_here:
+        return "convert has not converted it"
     if getattr(layer, "dispatcher", None) is not None:
         return "its experts are on several processes, whose capacity other tokens may take"
     if recipe is not None and recipe.why_rows_depend is not None:
         return recipe.why_rows_depend
     if next(layer.parameters()).device.type != "cpu":
         return None
-    in_blocks = recipe is not None and recipe.input.in_blocks
-    has_adapters = has_adapters or any("lora_" in name for name, _ in layer.named_parameters())
-    if not in_blocks or has_adapters:
+    if recipe is None or recipe.input.scaling != "block" or has_adapters:
         return "torch multiplies on a CPU, and its sums follow the number of rows"
     host = host_module()
     if host is None or not host.has_bf16_units():

@@ -18,18 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.contrib.fake_quantize import fake_quantize
+from grouped_linear import Recipe
+from grouped_linear.contrib.fake_quantize import ROLES, fake_quantize
 from grouped_linear.integrations.convert import aligned
-from grouped_linear.integrations.experts import Experts, experts_of
-from grouped_linear.integrations.wrappers import named_unwrapped
+from grouped_linear.integrations.experts import Experts, named_experts
 from grouped_linear.nn.checks import check_model
-from grouped_linear.nn.dispatcher import TokenDispatcher
-from grouped_linear.quantized.frozen import KeepsFrozen, frozen_of
-from grouped_linear.quantized.keep import SCALE, is_dtensor
+from grouped_linear.parallel import TokenDispatcher
+from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from grouped_linear.recipes import DelayedScalingState, Recipe
-from grouped_linear.recipes.recipe import ROLES
+from grouped_linear.recipes import DelayedScalingState
 
 
 class Difference(NamedTuple):
@@ -117,23 +115,21 @@ def compare(
     layers: dict[str, Experts] = {}
     without: list[str] = []
     recipes_of: dict[str, dict[str, Recipe]] = {}
-    for name, module in named_unwrapped(model):
-        experts = experts_of(module)
-        if experts is None or experts.recipe is None:
-            without += [] if experts is None or not experts.computed_here else [name]
+    for name, experts in named_experts(model):
+        module, recipe = experts.module, experts.recipe
+        if recipe is None:
+            without += [name] if experts.computed_here else []
             continue
-        recipe = experts.recipe
         where = f"compare: {name or type(model).__name__}"
         if roles and recipe.has_state:
             raise ValueError(f"{where}: roles=True needs a recipe without state, got {recipe!r}")
-        if any(map(is_dtensor, module.parameters())):
+        if any(hasattr(p, "to_local") for p in module.parameters()):
             raise ValueError(
                 f"{where}: its parameters are on several processes: compare it before they are "
                 "sharded"
             )
-        plain = (p for p in module.parameters() if type(p) is nn.Parameter)
-        in_bytes = any(p.element_size() == 1 for p in plain)
-        if in_bytes and not isinstance(module, KeepsFrozen):
+        as_loaded = torch.float8_e4m3fn, torch.int8
+        if any(p.dtype in as_loaded for p in module.parameters()):
             raise ValueError(
                 f"{where}: convert weights of a checkpoint in FP8 by weights='fp8', in MXFP4 by "
                 "weights='mxfp4'"
@@ -263,10 +259,14 @@ def _with_recipe(experts: Experts, recipe: Recipe | None, dtype: torch.dtype) ->
             changed[name] = None
         else:  # an activation of converted experts
             changed["_modules"][name] = module
-    parameters: dict[str, Any] = {n: _in_high_precision(p) for n, p in layer._parameters.items()}
-    for frozen in frozen_of(layer):
-        del parameters[frozen + SCALE]
-        parameters[frozen] = nn.Parameter(layer.dequantize(frozen), requires_grad=False)
+    parameters: dict[str, Any] = {}
+    for name, p in layer._parameters.items():
+        w = p.detach().dequantize() if isinstance(p, GroupedTensorWithMaster) else p
+        parameters[name] = None if p is None else nn.Parameter(w.detach(), p.requires_grad)
+    for name in experts.weights:
+        if isinstance(layer, KeepsFrozen) and layer.frozen_weight(name) is not None:
+            del parameters[f"{name}_scale_inv"]
+            parameters[name] = nn.Parameter(layer.dequantize(name), requires_grad=False)
     if recipe is None or not recipe.weight.reads_any_dtype:
         for name, p in parameters.items():
             if re.sub(r"\d+$", "", name) in experts.weights or name in experts.weights:
@@ -275,19 +275,8 @@ def _with_recipe(experts: Experts, recipe: Recipe | None, dtype: torch.dtype) ->
     hooks = [n for n in vars(layer) if n.startswith("_") and n.endswith("_hooks")]
     changed |= {name: OrderedDict() for name in hooks}
     vars(other).update(changed)
-    copied = experts_of(other)
-    assert copied is not None
-    copied.compute_by(recipe)
+    dict(named_experts(other))[""].compute_by(recipe)
     return other
-
-
-def _in_high_precision(p: nn.Parameter | None) -> nn.Parameter | None:
-    if p is None:
-        return None
-    w: Tensor = p.detach()
-    if isinstance(w, GroupedTensorWithMaster):
-        w = w.dequantize()
-    return nn.Parameter(w, p.requires_grad)
 
 
 def _leaf(t: Any) -> Any:

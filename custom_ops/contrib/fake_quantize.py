@@ -5,18 +5,18 @@ T rows, E groups (experts), K in_features, N out_features.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grouped_linear import ops
-from grouped_linear.ops.constants import is_integer
-from grouped_linear.recipes.format import BOTH, ROWWISE, Format, Layouts, Operands
-from grouped_linear.recipes.quantize import quantize
-from grouped_linear.recipes.quantize_weight import quantize_weight
-from grouped_linear.recipes.recipe import ROLES, Recipe, check_is_recipe
+from grouped_linear import Format, Recipe, ops
+from grouped_linear.recipes import Layouts, Operands
+
+#: The operands of a layer, in the order of a recipe's arguments.
+ROLES = ("input", "weight", "grad_output")
 
 
 def fake_quantize(
@@ -63,7 +63,9 @@ class FakeQuantization(Recipe):
     except_experts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_is_recipe("fake_quantize", self.recipe)
+        if not isinstance(self.recipe, Recipe):
+            got = f"{self.recipe!r}: call it, if it is a class"
+            raise ValueError(f"fake_quantize: recipe must be a grouped_linear.Recipe, got {got}")
         if self.recipe.has_state:
             raise ValueError(f"fake_quantize: needs a recipe without state, got {self.recipe!r}")
         for role in self.roles:
@@ -71,7 +73,7 @@ class FakeQuantization(Recipe):
                 known = ", ".join(ROLES)
                 raise ValueError(f"fake_quantize: roles must be of {known}, got {role!r}")
         for e in self.except_experts:
-            if not is_integer(e) or e < 0:
+            if not isinstance(e, Integral) or isinstance(e, bool) or e < 0:
                 raise ValueError(f"fake_quantize: except_experts must be numbers, got {e!r}")
         for role in ROLES:
             format = getattr(self.recipe, role) if role in self.roles else Format()
@@ -96,11 +98,6 @@ class Rounded:
 
     rounds_to: Format
     except_experts: tuple[int, ...] = ()
-    of_both: Format = field(init=False, compare=False, repr=False)  # with wgrad's operand, too
-
-    def __post_init__(self) -> None:
-        # Not in a call: Dynamo of torch 2.11 makes no frozen dataclass.
-        object.__setattr__(self, "of_both", replace(self.rounds_to, wgrad_dtype=None))
 
     def __call__(self, t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Operands | Tensor:
         """Layers call this, as ``Format(quantize=)`` describes."""
@@ -118,12 +115,11 @@ class Rounded:
         else:
             expert = _group_of_rows(t.size(0), offs_E)[:, None]
         as_it_is = torch.stack([expert == e for e in self.except_experts]).any(0)
-        row: Any = made if isinstance(made, Tensor) else made.rowwise
-        column: Any = made if isinstance(made, Tensor) else made.columnwise
-        return Operands(
-            None if row is None else torch.where(as_it_is, t, row),
-            columnwise=None if column is None else torch.where(as_it_is, t, column),
-        )
+        if isinstance(made, Tensor):
+            return torch.where(as_it_is, t, made)
+        both: Any = made.rowwise, made.columnwise
+        row, column = (None if one is None else torch.where(as_it_is, t, one) for one in both)
+        return Operands(row, None, column)
 
     def _rounded(self, t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Any:
         format = self.rounds_to
@@ -131,34 +127,42 @@ class Rounded:
             return format.quantize(t, offs_E, layouts)
         if format.scaling is None:
             return t if format.dtype is None else t.to(format.dtype).to(t.dtype)
-        if offs_E is None:
-            w: Any = quantize_weight((t,), format, BOTH)
-            if w.rowwise_scale is None:  # MXFP8: rounded already, each way
-                return Operands(w.rowwise.to(t.dtype), None, w.columnwise.to(t.dtype))
-            return times_scales(w.rowwise, w.rowwise_scale).to(t.dtype)
-        made = quantize(t, self.of_both, offs_E, layouts)
-        if format.wgrad_dtype is None:
-            columnwise = self._columnwise(made, offs_E, t)
-        else:  # the tensor itself, cast
-            columnwise = t.to(format.wgrad_dtype).to(t.dtype)
-        return Operands(self._rowwise(made, offs_E, t), None, columnwise)
+        return self._weight(t) if offs_E is None else self._rows(t, offs_E, layouts)
 
-    def _rowwise(self, made: Any, offs_E: Tensor, t: Tensor) -> Tensor | None:
-        if made.rowwise is None or made.rowwise_scale is None:
-            return None if made.rowwise is None else made.rowwise.to(t.dtype)
-        if self.rounds_to.in_blocks:
-            return ops.group_dequantize(made.rowwise, made.rowwise_scale, offs_E, t.dtype)
-        scale_T = made.rowwise_scale[_group_of_rows(t.size(0), offs_E)]
-        return (made.rowwise.float() * scale_T[:, None]).to(t.dtype)
+    def _weight(self, w_ENK: Tensor) -> Any:
+        format, (E, N, K) = self.rounds_to, w_ENK.shape
+        if format.scaling == "mx":  # each way by itself
+            ends_E = N * torch.arange(1, E + 1, dtype=torch.int32, device=w_ENK.device)
+            made: Any = self._rows(w_ENK.reshape(E * N, K), ends_E, Layouts(True, True))
+            return Operands(made.rowwise.view(E, N, K), None, made.columnwise.view(E, N, K))
+        in_blocks = format.scaling == "block"
+        quantize: Any = ops.quantize_weight if in_blocks else ops.quantize_weight_current
+        made = quantize(w_ENK.contiguous(), columnwise=False, **format.scale_options)
+        return times_scales(made.q, made.scale).to(w_ENK.dtype)
 
-    def _columnwise(self, made: Any, offs_E: Tensor, t: Tensor) -> Tensor | None:
-        if made.columnwise is None or made.columnwise_scale is None:
-            return None if made.columnwise is None else made.columnwise.to(t.dtype)
-        if self.rounds_to.scaling == "group":  # the same bytes as rowwise
-            whole = quantize(t, self.rounds_to, offs_E, ROWWISE)
-            return self._rowwise(whole, offs_E, t)
-        T, scale = t.size(0), made.columnwise_scale
-        return ops.group_dequantize_t(made.columnwise, scale, offs_E, T, t.dtype)
+    def _rows(self, t_TK: Tensor, offs_E: Tensor, layouts: Layouts) -> Operands:
+        format, dtype, columnwise = self.rounds_to, t_TK.dtype, layouts.columnwise
+        options: dict[str, Any] = format.scale_options
+        made: Any
+        row: Any
+        column: Any
+        if format.scaling == "block":
+            options |= {"share_scales": format.share_scales, "columnwise": columnwise}
+            made = ops.group_quantize(t_TK, offs_E, **options)
+            row, column = ops.group_dequantize(made.q, made.scale, offs_E, dtype), made.q_t
+            if columnwise:
+                column = ops.group_dequantize_t(column, made.scale_t, offs_E, len(t_TK), dtype)
+        elif format.scaling == "mx":
+            made = ops.group_round_mx(t_TK, offs_E, columnwise=columnwise)
+            row, column = (None if t is None else t.to(dtype) for t in made[:2])
+        else:  # the same bytes both ways
+            options |= {"out_dtype": format.dtype}
+            made = ops.group_quantize_current(t_TK, offs_E, **options)
+            scale_T = made.scale[_group_of_rows(len(t_TK), offs_E)]
+            row = column = (made.q.float() * scale_T[:, None]).to(dtype)
+        if format.wgrad_dtype is not None:  # the tensor itself, cast
+            column = t_TK.to(format.wgrad_dtype).to(dtype)
+        return Operands(row if layouts.rowwise else None, None, column)
 
 
 def times_scales(q_ENK: Tensor, scale: Tensor) -> Tensor:

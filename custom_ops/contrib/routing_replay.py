@@ -200,7 +200,7 @@ def _layers_of(op: str, model: nn.Module) -> "list[_Layer]":
             continue
         name = re.sub(r"\.(original_module|modules_to_save\.\w+)", "", name)
         children = [child for child in block.children() if child is not experts]
-        found = [[m for m in child.modules() if _calls_topk(_class_of(m))] for child in children]
+        found = [[*filter(_calls_topk, child.modules())] for child in children]
         found = [routers for routers in found if routers]
         if len(found) != 1:
             raise ValueError(
@@ -214,15 +214,9 @@ def _layers_of(op: str, model: nn.Module) -> "list[_Layer]":
     return layers
 
 
-def _class_of(module: nn.Module) -> Any:
-    """A module's class, which mypy takes for no hashable object."""
-    return type(module)
-
-
-@cache
-def _calls_topk(cls: Any) -> bool:
-    """Whether a class's own forward calls topk."""
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+def _calls_topk(module: nn.Module) -> bool:
+    """Whether the forward of a module's class calls topk."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "topk" in code.co_names
 
 
@@ -237,17 +231,16 @@ def _forward_of(cls: Any) -> Callable[..., Any]:
     return forward
 
 
-@cache
-def _arguments(cls: Any) -> tuple[str, ...]:
-    """The names of a forward's arguments, without self."""
-    return tuple(inspect.signature(cls.forward).parameters)[1:]
+def _arguments(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments of the forward of a module's class, without self."""
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def _models_of(op: str, model: nn.Module, routers: set[nn.Module]) -> list[nn.Module]:
     """The modules that get tokens and have all routers inside: a model, and the one it calls."""
     found = []
     for module in model.modules():
-        names = _arguments(_class_of(module))
+        names = _arguments(module)
         takes = "inputs_embeds" in names or ("input_ids" in names and "hidden_states" not in names)
         if takes and routers <= set(module.modules()):
             found.append(module)
@@ -285,7 +278,8 @@ def _running(context: "_Context", model: nn.Module) -> Iterator[None]:
         for layer in context.layers:
             put(layer.router, "forward", layer.forward)
         for of in models:
-            put(of.module, "forward", MethodType(_forward_of(_class_of(of.module)), of))
+            cls: Any = type(of.module)
+            put(of.module, "forward", MethodType(_forward_of(cls), of))
         for module in model.modules():
             if hasattr(type(module), "generate"):
                 put(module, "generate", _generate(context, module))
@@ -419,7 +413,7 @@ class _Model(_State):
 
     def __init__(self, context: _Context, module: nn.Module) -> None:
         super().__init__()
-        self.context, self.names = context, _arguments(_class_of(module))
+        self.context, self.names = context, _arguments(module)
         self.inner: Callable[..., Any] = module.forward
         vars(self)["module"] = module  # not a submodule
 

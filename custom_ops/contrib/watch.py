@@ -5,35 +5,149 @@ E groups (experts), K in_features, N out_features.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import nan, sqrt
+from numbers import Integral
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grouped_linear.contrib.watch_counts import MAXIMA, WatchedLayer
-from grouped_linear.contrib.watch_statistics import (
-    READ_COLUMNS,
-    Load,
-    Statistics,
-    statistics_of_layer,
-)
-from grouped_linear.integrations.experts import Experts, experts_of
-from grouped_linear.integrations.torchtitan import as_matrices
-from grouped_linear.integrations.wrappers import named_unwrapped, sizes_before_fsdp
-from grouped_linear.meta_kernels.rules import ceil_div
+from grouped_linear.contrib.fake_quantize import ROLES
+from grouped_linear.contrib.watch_counts import COLUMNS, MAXIMA, WatchedLayer
+from grouped_linear.integrations.convert import aligned
+from grouped_linear.integrations.experts import Experts, named_experts
 from grouped_linear.nn.checks import check_model
-from grouped_linear.nn.dispatcher import TokenDispatcher
-from grouped_linear.nn.grouped_layer import GroupedLayer
-from grouped_linear.ops.constants import is_integer
-from grouped_linear.quantized.gathered import GatheredWeight
-from grouped_linear.quantized.keep import is_dtensor, local_part
+from grouped_linear.parallel import TokenDispatcher
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import DelayedScalingState
-from grouped_linear.recipes.recipe import ROLES
+
+
+class OperandStatistics(NamedTuple):
+    """An operand of a layer's GEMMs, for one expert or for all. NaN: nobody counted it.
+
+    Shares and errors are of a sample: 4 rows of each expert in a call, or as many as ``watch`` was
+    given, others in each step.
+    """
+
+    layer: str
+    """The name of the weight in the model."""
+    role: str
+    """input, weight or grad_output."""
+    expert: int | None
+    """None for all of them together."""
+    tokens: float
+    """Rows of the expert, summed over the calls; of a weight its rows in one call."""
+    amax: float
+    """The largest magnitude that was read."""
+    scaled_amax: float
+    """The largest magnitude that the largest scale can stand for, of 128 times as many rows: at
+    least the amax of a block, and up to twice that where scales are powers of two. Blocks of zeros
+    alone, as of padding's gradients, count nothing."""
+    outlier: float
+    """The larger of both, divided by the root mean square of the numbers that were read: of
+    normally distributed numbers below 15."""
+    underflow: float
+    """The share of numbers that became zero and were not."""
+    saturated: float
+    """The share beyond the largest number of the format."""
+    not_finite: float
+    """The share that is infinite or NaN, before quantization or after."""
+    error: float
+    """The mean square of quantization's changes, divided by that of the numbers."""
+    shared: float
+    """The share of wgrad's blocks of 128 x 128 whose columns share a scale."""
+    moved: float
+    """Of a weight that learns the share of numbers that differ from those of the reading before."""
+
+
+class Load(NamedTuple):
+    """The tokens that the router sent to a layer's experts."""
+
+    layer: str
+    tokens: tuple[int, ...]
+    """Rows of each expert, summed over the calls."""
+    dropped: int
+    """Rows past ``max_rows``, or a dispatcher's capacity."""
+
+    @property
+    def imbalance(self) -> float:
+        """The most loaded expert's tokens, divided by the mean; 1 is even."""
+        total = sum(self.tokens)
+        return max(self.tokens) * len(self.tokens) / total if total else nan
+
+    @property
+    def idle(self) -> list[int]:
+        """The experts without a token."""
+        return [e for e, tokens in enumerate(self.tokens) if not tokens]
+
+
+#: Columns of the table and how they are printed.
+PRINTED = {
+    "tokens": "{:.0f}",
+    "amax": "{:.3g}",
+    "scaled_amax": "{:.3g}",
+    "outlier": "{:.3g}",
+    "underflow": "{:.2%}",
+    "saturated": "{:.2%}",
+    "not_finite": "{:.2%}",
+    "error": "{:.1e}",
+    "shared": "{:.0%}",
+    "moved": "{:.1%}",
+}
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """A reading of :class:`Watch`. ``print`` it, or write its rows, which are named tuples.
+
+    Args:
+        experts: of each layer, role and expert.
+        operands: the same of all experts together.
+        loads: of each layer.
+        step: the number of the step at which it was read.
+    """
+
+    experts: tuple[OperandStatistics, ...]
+    operands: tuple[OperandStatistics, ...]
+    loads: tuple[Load, ...]
+    step: int
+
+    def worst(
+        self, column: str = "outlier", role: str | None = None, n: int = 10
+    ) -> list[OperandStatistics]:
+        """The experts with the largest numbers of a column, the largest first."""
+        found = [
+            row
+            for row in self.experts
+            if role in (None, row.role) and getattr(row, column) == getattr(row, column)
+        ]
+        return sorted(found, key=lambda row: -getattr(row, column))[:n]
+
+    def __str__(self) -> str:
+        """A line for each layer and role, with the expert of the largest outlier; then loads."""
+        lines = [["layer", "role", *PRINTED, "worst expert"]]
+        for row in self.operands:
+            of_experts = [r for r in self.experts if r[:2] == row[:2] and r.outlier > 0]
+            worst = max(of_experts, key=lambda r: r.outlier, default=None)
+            named = "" if worst is None else f"{worst.expert}: {worst.outlier:.3g}"
+            values = ((form, getattr(row, column)) for column, form in PRINTED.items())
+            printed = (form.format(v) if v == v else "" for form, v in values)  # NaN is not printed
+            lines.append([row.layer, row.role, *printed, named])
+        loads = [["layer", "tokens", "imbalance", "idle experts", "dropped"]]
+        for load in self.loads:
+            idle = ", ".join(map(str, load.idle[:8])) + ", ..." * (len(load.idle) > 8)
+            total, imbalance = sum(load.tokens), f"{load.imbalance:.2f}"
+            loads.append([load.layer, str(total), imbalance, idle or "none", str(load.dropped)])
+        return "\n".join([f"step {self.step}", *aligned(lines), "", *aligned(loads)])
+
 
 #: The most rows, and columns, of each expert's weight that are compared with the reading before.
 MOVED_ROWS, MOVED_COLUMNS = 8, 256
+
+CALLS = COLUMNS.index("calls")
 
 #: A layer counts for one of these: another would reset its numbers and its flag.
 _watching: "weakref.WeakSet[Watch]" = weakref.WeakSet()
@@ -51,44 +165,45 @@ class Watch:
     def __init__(self, model: nn.Module, every: int, rows: int | None, to: Any) -> None:
         check_model("watch", model)
         for name, given in (("every", every), ("rows", 1 if rows is None else rows)):
-            if not is_integer(given) or given < 1:
+            if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
                 raise ValueError(f"watch: {name} must be a positive integer, got {given!r}")
         if not (to is None or callable(to)):
             raise ValueError(f"watch: to must be a function, got {type(to).__name__}")
         self.every, self.to, self.steps, self._is_on = every, to, 0, True
-        found = {name: experts_of(module) for name, module in named_unwrapped(model)}
-        watched = {name: e for name, e in found.items() if e is not None and e.computed_here}
+        watched = {name: experts for name, experts in named_experts(model) if experts.computed_here}
         if not watched:
             raise ValueError(
                 f"watch: {type(model).__name__} has no GroupedLinear, no GroupedMLP and no "
                 "experts that convert has converted"
             )
-        taken = {id(module) for other in _watching for module in other._modules.values()}
+        taken = {e.module for other in _watching for e in other._experts.values()}
         for name, e in watched.items():
-            if id(e.module) in taken:
+            where = f"watch: {name or type(model).__name__}"
+            if e.module in taken:
                 raise ValueError(
-                    f"watch: {name or type(model).__name__} is watched already: read that Watch, "
-                    "or call its remove()"
+                    f"{where} is watched already: read that Watch, or call its remove()"
                 )
-        sizes = sizes_before_fsdp(model)
-        spread = {
-            name: _spread(f"watch: {name or type(model).__name__}", e, sizes)
-            for name, e in watched.items()
-        }
-        self._ranks = {name: ranks for name, (_, ranks) in spread.items()}
-        self._modules: dict[str, Any] = {name: e.module for name, e in watched.items()}
+            if _is_flat(e):
+                raise ValueError(
+                    f"{where} has flat parameters, as FullyShardedDataParallel makes them: watch "
+                    "before, or shard by fully_shard"
+                )
+        self._experts: dict[str, Experts] = watched
         _watching.add(self)
-        for (name, module), experts in zip(self._modules.items(), watched.values(), strict=True):
-            recipes = [experts.recipe]  # those of all its calls
-            for state in module.modules():
+        for e in watched.values():
+            recipes = [e.recipe]  # those of all its calls
+            for state in e.module.modules():
                 if isinstance(state, DelayedScalingState):
                     recipes += state.recipes
-            device, (E, _) = next(module.parameters()).device, spread[name]
-            module.observed = WatchedLayer(experts.weights, E, device, rows, recipes)
-        self.layers: dict[str, WatchedLayer] = {n: m.observed for n, m in self._modules.items()}
-        self._before: dict[str, Tensor] = {}
+            # A call has all experts, or those of this process: its calls say how many.
+            w = getattr(e.module, e.weights[0], None)
+            E = w.size(0) if isinstance(w, Tensor) and w.dim() > 2 else e.num_experts
+            device = next(e.module.parameters()).device
+            e.module.observed = WatchedLayer(e.weights, E, device, rows, recipes)
+        self.layers: dict[str, WatchedLayer] = {n: e.module.observed for n, e in watched.items()}
+        self._before: dict[tuple[str, str], Tensor] = {}
         for name in self.layers:
-            list(self._moved(name, True))  # looks at the weights
+            self._numbers_of(name, True)  # looks at the weights
         self.switch(True)
 
     def switch(self, on: bool) -> None:
@@ -133,76 +248,69 @@ class Watch:
         Raises:
             ValueError: for a group over which experts are spread.
         """
-        ranks = set() if group is None else set(dist.get_process_group_ranks(group))
-        for name, of_experts in self._ranks.items():
-            if len(ranks.intersection(of_experts)) > 1:
-                raise ValueError(
-                    f"watch: read: experts of {name or 'the model'} are spread over processes of "
-                    "this group: give it those that hold the same experts, or no group"
-                )
+        if group is not None:
+            ranks = set(dist.get_process_group_ranks(group))
+            counted = _to_host({n: layer.read(reset=False) for n, layer in self.layers.items()})
+            for name, e in self._experts.items():
+                if len(ranks.intersection(_spread_over(e, _num_experts(counted[name])))) > 1:
+                    raise ValueError(
+                        f"watch: read: experts of {name or 'the model'} are spread over processes "
+                        "of this group: give it those that hold the same experts, or no group"
+                    )
         on_host = _to_host({name: self._numbers_of(name, reset) for name in self.layers}, group)
         experts, operands, loads = [], [], []
-        for name, of_module in on_host.items():
-            for weight, of_weight in zip(self.layers[name].weights, of_module, strict=True):
+        for name, numbers in on_host.items():
+            E = _num_experts(numbers)
+            moved = numbers[:, ROLES.index("weight"), :, -2:]
+            moved *= moved.any(-1).sum(-1)[:, None, None] == E  # not of FSDP2's shards
+            for weight, of_weight in zip(self.layers[name].weights, numbers[:, :, :E], strict=True):
                 layer = f"{name}.{weight}" if name else weight
-                for role, numbers_ES in zip(ROLES, of_weight, strict=True):
-                    if not numbers_ES.any():
+                for role, numbers_EC in zip(ROLES, of_weight, strict=True):
+                    if not numbers_EC.any():
                         continue
-                    together, of_each = statistics_of_layer(layer, role, numbers_ES)
-                    operands.append(together)
-                    experts += of_each
-            rows_E = of_module[0, 0, :, READ_COLUMNS.index("rows")]
-            dropped = of_module[0, 0, :, READ_COLUMNS.index("dropped")].sum()
+                    total_C, n = numbers_EC.sum(0), len(MAXIMA)
+                    total_C[:n] = numbers_EC[:, :n].amax(0)
+                    total_C[CALLS] = numbers_EC[:, CALLS].amax()  # all experts are in each call
+                    operands.append(_statistics(layer, role, None, total_C))
+                    experts += [_statistics(layer, role, e, t) for e, t in enumerate(numbers_EC)]
+            rows_E, dropped_E = (numbers[0, 0, :E, COLUMNS.index(c)] for c in ("rows", "dropped"))
             tokens = tuple(map(round, rows_E.tolist()))
-            loads.append(Load(name or "the model", tokens, round(dropped.item())))
+            loads.append(Load(name or "the model", tokens, round(dropped_E.sum().item())))
         return Statistics(tuple(experts), tuple(operands), tuple(loads), self.steps)
 
     def remove(self) -> None:
         """Stop watching: the layers compute, compile and cost what they did before."""
         if self in _watching:  # another may watch them since
-            for module in self._modules.values():
+            for e in self._experts.values():
                 # The attribute is no module again, so graphs from before the watch fit again.
-                del module.observed
-                if isinstance(module, GroupedLayer):
-                    module.observed = None
+                del e.module.observed
+                if e.library == "grouped_linear":
+                    e.module.observed = None
         _watching.discard(self)
 
     def trainer_callback(self) -> Any:
         """A callback for transformers' Trainer that calls :meth:`step` after each step."""
         from transformers import TrainerCallback
 
-        watch = self
+        def on_step_end(*args: Any, **kwargs: Any) -> None:
+            self.step()
 
-        class WatchCallback(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                watch.step()
-
-        return WatchCallback()
+        return type("WatchCallback", (TrainerCallback,), {"on_step_end": on_step_end})()
 
     def _numbers_of(self, name: str, reset: bool) -> Tensor:
-        """[weights, 3, E, READ_COLUMNS] on the device."""
+        """[weights, 3, E, COLUMNS] on the device: what was counted, and which numbers moved."""
         layer = self.layers[name]
-        counted = layer.read(reset)
-        read = counted.new_zeros(*counted.shape[:3], len(READ_COLUMNS))
-        read[..., : counted.size(3)] = counted
-        for i, moved in enumerate(self._moved(name, reset)):
-            if moved is not None and len(moved) == counted.size(2):
-                read[i, ROLES.index("weight"), :, -2:] = moved
+        read = layer.read(reset)
+        for i, weight in enumerate(layer.weights):
+            now = _looked_at(getattr(self._experts[name].module, weight, None))
+            before = self._before.get((name, weight))
+            if reset and now is not None:
+                self._before[name, weight] = now
+            if now is not None and before is not None and before.shape == now.shape:
+                changed_E = (now != before.to(now.device)).flatten(1).double().sum(1)
+                both = torch.stack([changed_E, torch.full_like(changed_E, now[0].numel())], dim=1)
+                read[i, ROLES.index("weight"), : len(now), -2:] = both
         return read
-
-    def _moved(self, name: str, remember: bool) -> Any:
-        """For each weight [E, 2]: numbers that differ from those remembered, and all; or None."""
-        module = self._modules[name]
-        for weight in self.layers[name].weights:
-            key = f"{name}.{weight}"
-            now, before = _looked_at(getattr(module, weight, None)), self._before.get(key)
-            if remember and now is not None:
-                self._before[key] = now
-            if now is None or before is None or before.shape != now.shape:
-                yield None
-                continue
-            changed = (now != before.to(now.device)).flatten(1).double().sum(1)
-            yield torch.stack([changed, torch.full_like(changed, now.shape[1:].numel())], dim=1)
 
 
 def watch(
@@ -251,60 +359,94 @@ def watch(
     return Watch(model, every, rows, to)
 
 
-def _spread(
-    where: str, experts: Experts, before_fsdp: Mapping[tuple[nn.Module, str], torch.Size]
-) -> tuple[int, Sequence[int]]:
-    """How many experts a call has on this process, and the processes over which all are spread.
+def _is_flat(experts: Experts) -> bool:
+    """Whether FullyShardedDataParallel has made one parameter of all."""
+    module, name = experts.module, experts.weights[0]
+    w: Any = getattr(module, name, None)
+    if name in vars(module) and w._is_view():
+        return True
+    return experts.library == "torchtitan" and _local(w).dim() < 3  # by use_orig_params
+
+
+def _num_experts(numbers: Tensor) -> int:
+    """How many experts the calls of a layer had, from what it counted; all without a call."""
+    calls_E = numbers[..., CALLS].flatten(0, 1).amax(0)
+    return int(calls_E.count_nonzero()) or len(calls_E)
+
+
+def _spread_over(experts: Experts, E: int) -> Sequence[int]:
+    """The processes over which a layer's experts are spread, of which calls have E.
 
     FSDP2 spreads none: it gathers the weights before a call.
     """
-    module, name = experts.module, experts.weights[0]
-    dispatcher = getattr(module, "dispatcher", None)
+    dispatcher = getattr(experts.module, "dispatcher", None)
     if isinstance(dispatcher, TokenDispatcher):
-        return experts.num_experts, dispatcher.ranks
-    w: Any = getattr(module, name, None)
-    E = experts.num_experts
-    is_flat = experts.library == "torchtitan" and local_part(w).dim() < 3
-    if is_flat or (name in vars(module) and w._is_view()):  # with use_orig_params, and without
-        raise ValueError(
-            f"{where} has flat parameters, as FullyShardedDataParallel makes them: watch before, "
-            "or shard by fully_shard"
-        )
-    if experts.library != "transformers" and (module, name) in before_fsdp:
-        E = before_fsdp[module, name][0]
-    if not is_dtensor(w):
-        return E, ()
-    mesh, parts, ranks = w.device_mesh, ceil_div(w.size(0), max(E, 1)), []
+        return dispatcher.ranks
+    w: Any = getattr(experts.module, experts.weights[0], None)
+    if not hasattr(w, "device_mesh"):
+        return ()
+    mesh, parts, ranks = w.device_mesh, -(-w.size(0) // E), []
     for i in reversed(range(mesh.ndim)):  # FSDP2 puts its dimensions before those of the experts
         if parts > 1 and w.placements[i].is_shard(0):
             parts //= mesh.size(i)
             ranks += dist.get_process_group_ranks(mesh.get_group(i))
-    return E, ranks
+    return ranks
+
+
+def _local(w: Any) -> Any:
+    """The part of a DTensor that this process has."""
+    return w.to_local() if hasattr(w, "to_local") else w
 
 
 def _looked_at(weight: Any) -> Tensor | None:
     """Some numbers of a weight, as an optimizer steps them: [E, rows, columns]; None if frozen."""
-    w = local_part(weight)
-    if not isinstance(w, Tensor) or w.dim() not in (3, 4) or w.is_meta:
+    w: Any = _local(weight)
+    if not isinstance(w, Tensor) or w.dim() not in (3, 4) or w.is_meta or not weight.requires_grad:
         return None
-    if isinstance(w, GatheredWeight) or not weight.requires_grad:
-        # FSDP2 has the numbers in shards; a frozen weight does not move.
+    if type(w) not in (Tensor, nn.Parameter, GroupedTensorWithMaster):  # FSDP2 has gathered it
         return None
-    w = as_matrices(w)
+    w = w.flatten(1, 2) if w.dim() == 4 else w  # torchtitan's w13 is [E, F, 2, D]
     _, N, K = w.shape
     n, k = slice(None, None, -(-N // MOVED_ROWS)), slice(None, None, -(-K // MOVED_COLUMNS))
     return w[:, n, k].detach().clone()
 
 
-def _to_host(numbers: dict[str, Tensor], group: "dist.ProcessGroup | None") -> dict[str, Tensor]:
+def _to_host(
+    numbers: dict[str, Tensor], group: "dist.ProcessGroup | None" = None
+) -> dict[str, Tensor]:
     """These tensors on the CPU, in one copy; of a group sums and maxima, in two all-reduces."""
     parts = [t.flatten(0, -2) for t in numbers.values()]
     flat = torch.cat([part.to(parts[0].device) for part in parts])
     if group is not None:
-        maxima = list(map(READ_COLUMNS.index, MAXIMA))
-        largest = flat[:, maxima].contiguous()
+        largest = flat[:, : len(MAXIMA)].contiguous()
         dist.all_reduce(flat, dist.ReduceOp.SUM, group=group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        flat[:, maxima] = largest
+        flat[:, : len(MAXIMA)] = largest
     split = flat.cpu().split(list(map(len, parts)))
     return {n: t.view(like.shape) for (n, like), t in zip(numbers.items(), split, strict=True)}
+
+
+def _statistics(layer: str, role: str, expert: int | None, numbers: Tensor) -> OperandStatistics:
+    """Of numbers in COLUMNS."""
+    n = dict(zip(COLUMNS, numbers.tolist(), strict=True))
+
+    def share(part: str, whole: str) -> float:
+        return n[part] / n[whole] if n[whole] else nan
+
+    largest = max(n["amax"], n["scaled_amax"])
+    tokens = n["rows"] / max(n["calls"], 1) if role == "weight" else n["rows"]
+    return OperandStatistics(
+        layer=layer,
+        role=role,
+        expert=expert,
+        tokens=tokens,
+        amax=n["amax"] if n["numbers"] else nan,
+        scaled_amax=n["scaled_amax"] if n["scaled_amax"] else nan,
+        outlier=largest * sqrt(n["compared"] / n["square"]) if n["square"] else nan,
+        underflow=share("underflow", "compared"),
+        saturated=share("saturated", "compared"),
+        not_finite=share("not_finite", "numbers"),
+        error=share("error", "square"),
+        shared=share("shared", "blocks"),
+        moved=share("moved", "looked_at"),
+    )

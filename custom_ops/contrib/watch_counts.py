@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from grouped_linear import ops
-from grouped_linear.recipes import Format, Layouts, Operands, Recipe
+from grouped_linear import Format, Recipe, ops
+from grouped_linear.contrib.fake_quantize import ROLES
+from grouped_linear.recipes import Layouts, Operands
 from grouped_linear.recipes.quantize import Gathered, SwigluGradOf, SwigluOf
-from grouped_linear.recipes.recipe import ROLES, UNQUANTIZED
 
 B = 128
-#: What is kept of each group and operand: sums, then maxima.
+#: What is kept of each group and operand: maxima, then sums.
+MAXIMA = ("amax", "scaled_amax")
 SUMS = (
     "calls",
     "rows",  # of the group
@@ -32,9 +33,10 @@ SUMS = (
     "blocks",  # of 128 rows and 128 features, columnwise
     "shared",  # of them those with one scale
     "dropped",  # rows past a capacity
+    "moved",  # of a weight, from one reading to the next; a Watch counts this
+    "looked_at",  # for it
 )
-MAXIMA = ("amax", "scaled_amax")
-COLUMNS = (*SUMS, *MAXIMA)
+COLUMNS = (*MAXIMA, *SUMS)
 FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 ACTIVATIONS = torch.bfloat16, torch.float16, torch.float32
 #: 2^32 times the golden ratio's fraction. Turns that go by it are far apart, and many are even.
@@ -59,12 +61,6 @@ class Observer:
             if now:
                 self._add(self.counts.forward_stats, 2 * self.number + 1, now)
             return
-        E = self.counts.forward_stats.size(1)
-        if len(offs_E) != E:  # as of a part of the model that FSDP2 shards as a whole
-            raise ValueError(
-                f"watch: a call has {len(offs_E)} experts on this process, and {E} are counted: "
-                "watch the whole model, when experts are spread and before fully_shard"
-            )
         first_E = pad(offs_E[:-1], (1, 0))
         groups = first_E, offs_E - first_E
         if self.role == "grad_output":
@@ -82,13 +78,13 @@ class Observer:
             self._add(self.counts.forward_stats, 2 * self.number, now)
 
     def _add(self, stats: Tensor, operand: int, now: dict[str, Tensor]) -> None:
-        """Add to [operands, E, columns] where the flag is set."""
-        zero_E = torch.zeros(stats.size(1), dtype=stats.dtype, device=stats.device)
+        """Add to the experts of a call in [operands, E, columns] where the flag is set."""
+        E, n = len(next(iter(now.values()))), len(MAXIMA)
+        zero_E = stats.new_zeros(E)
         of_columns = [now.get(name, zero_E).to(stats.dtype) for name in COLUMNS]
         now_ES = torch.where(self.counts.turn != 0, torch.stack(of_columns, dim=1), 0.0)
-        n = len(SUMS)
-        stats[operand, :, :n] += now_ES[:, :n]
-        stats[operand, :, n:] = torch.maximum(stats[operand, :, n:], now_ES[:, n:])
+        stats[operand, :E, :n] = torch.maximum(stats[operand, :E, :n], now_ES[:, :n])
+        stats[operand, :E, n:] += now_ES[:, n:]
 
     def _spaced(
         self, first_E: Tensor, size_E: Tensor, most: int | None, total: int
@@ -118,36 +114,26 @@ class Observer:
         if total == 0:
             return now
         index, is_of = self._spaced(first_E, size_E, self.counts.rows, total)
-        before, (q, scale) = _numbers(source, index.flatten()), _quantized(made, self.format)
-        after = largest = scales = None
+        row, (q, scale) = index.flatten(), _quantized(made, self.format)
+        before, scales, largest_E = _numbers(source, row), None, None
         if q is not None:
-            row, dtype = _places(made.rows, index.flatten(), q.size(0)), q.dtype
-            after = _select(q, 0, row).double()
-            if scale is not None:
-                by_group = scale.dim() == 1
-                if by_group:
-                    group = torch.searchsorted(offs_E, index.flatten().int(), right=True)
-                    scales = scale[group.clamp(max=len(offs_E) - 1), None]
-                else:
-                    scales = _of_features(scale.index_select(1, row).t(), q.size(1))
-                after = after * scales
-                if dtype in FP8 and by_group:
-                    has_number = _by_group("amax", (after != 0).any(1).view(index.shape), is_of)
-                    counts = (has_number != 0) | ((scale != 1) & (size_E > 0))
-                    largest = torch.where(counts, scale, 0)
-                elif dtype in FP8:
-                    most = None if self.counts.rows is None else B * self.counts.rows
-                    index_s, is_of_s = self._spaced(first_E, size_E, most, total)
-                    row = _places(made.rows, index_s.flatten(), q.size(0))
-                    of_row = _largest(scale.index_select(1, row).t(), _select(q, 0, row)).amax(1)
-                    largest = _by_group("amax", of_row.view(index_s.shape), is_of_s)
-                if largest is not None:
-                    now["scaled_amax"] = largest.double() * torch.finfo(dtype).max
-        of_rows = _compared(before, after, scales, None if q is None else q.dtype)
-        return now | {n: _by_group(n, t.view(index.shape), is_of) for n, t in of_rows.items()}
+            at, q_TK = _places(made.rows, row, q.size(0)), q
+            q = _select(q_TK, 0, at)
+            if scale is not None and scale.dim() == 1:
+                group = torch.searchsorted(offs_E, row.int(), right=True)
+                scales = scale[group.clamp(max=len(offs_E) - 1), None]
+                largest_E = _largest_of_groups(scale, q, is_of)
+            elif scale is not None:
+                scales = _of_features(scale.index_select(1, at).t(), q.size(1))
+                most = None if self.counts.rows is None else B * self.counts.rows
+                index, is_of_s = self._spaced(first_E, size_E, most, total)
+                at = _places(made.rows, index.flatten(), q_TK.size(0))
+                of_row = _largest(scale.index_select(1, at).t(), _select(q_TK, 0, at)).amax(1)
+                largest_E = _by_group("amax", of_row, is_of_s)
+        return now | _compared(before, q, scales, largest_E, is_of)
 
     def _of_weight(self, weights: tuple[Any, ...], made: Operands) -> dict[str, Tensor]:
-        """The same of a weight: of one in FP8 alone, and of E tensors, what q tells."""
+        """The same of a weight. Of one in FP8 alone, and of E tensors, what q tells."""
         first: Any = weights[0]
         w: Tensor | None = getattr(first, "numbers", None if hasattr(first, "q") else first)
         if w is not None and (w.dim() == 2 or w.dtype not in ACTIVATIONS or not any(w.stride())):
@@ -159,26 +145,23 @@ class Observer:
         E, N, K = t.shape
         size_1 = torch.full((1,), N, device=t.device)
         rows, is_of = self._spaced(torch.zeros_like(size_1), size_1, self.counts.rows, N)
-        row = rows[0]
-        before = None if w is None else w.index_select(1, row).double().flatten(0, 1)
-        now = {"calls": torch.ones(E, device=t.device), "rows": size_1.expand(E)}
-        after = scales = None
+        row, is_of = rows[0], is_of.expand(E, -1)
+        before, scales, largest_E = None, None, None
+        if w is not None:
+            before = w.index_select(1, row).double().flatten(0, 1)
         if q is not None:
-            after = _select(q, 1, row).double().flatten(0, 1)
+            q_ENK = q
+            q = _select(q_ENK, 1, row).flatten(0, 1)
             if scale is not None and scale.dim() == 1:
                 scales = scale.repeat_interleave(len(row))[:, None]
-                has_number = _select(q, 1, row).double().flatten(1).any(1)
-                largest = torch.where((scale != 1) | has_number, scale, 0)
+                largest_E = _largest_of_groups(scale, q, is_of)
             elif scale is not None:
                 scales = _of_features(scale.index_select(1, row // B).flatten(0, 1), K)
                 one = torch.arange(scale.size(1), device=t.device) * B  # row of each block
-                rows_EBK = _select(q, 1, one).flatten(0, 1)
-                largest = _largest(scale.flatten(0, 1), rows_EBK).view(E, -1).amax(1)
-            if scales is not None:
-                after = after * scales
-                now["scaled_amax"] = largest.double() * torch.finfo(q.dtype).max
-        of_rows = _compared(before, after, scales, None if q is None else q.dtype)
-        return now | {n: _by_group(n, t.view(E, -1), is_of) for n, t in of_rows.items()}
+                rows_RK = _select(q_ENK, 1, one).flatten(0, 1)
+                largest_E = _largest(scale.flatten(0, 1), rows_RK).view(E, -1).amax(1)
+        now = {"calls": torch.ones(E, device=t.device), "rows": size_1.expand(E)}
+        return now | _compared(before, q, scales, largest_E, is_of)
 
     def _of_columns(
         self, made: Operands, first_E: Tensor, size_E: Tensor
@@ -197,7 +180,7 @@ class Observer:
         shared = pad(same, (0, -K % B), value=True).unflatten(1, (-1, B)).all(-1).sum(1)
         blocks = torch.full_like(shared, -(-K // B))
         both = {"blocks": blocks, "shared": shared}
-        return {name: _by_group(name, t.view(index.shape), is_of) for name, t in both.items()}
+        return {name: _by_group(name, t, is_of) for name, t in both.items()}
 
 
 def _number_of_rows(source: Any) -> int:
@@ -249,43 +232,60 @@ def _of_features(scale_RB: Tensor, K: int) -> Tensor:
     return scale_RB.index_select(1, torch.arange(K, device=scale_RB.device) // B)
 
 
+def _is_number(q: Tensor) -> Tensor:
+    """Whether FP8 numbers are other than 0."""
+    return (q.view(torch.uint8) & 0x7F) != 0
+
+
 def _largest(scale_RB: Tensor, q_RK: Tensor) -> Tensor:
     """The scales of blocks of FP8 numbers; 0 of zeros alone, whose scale is 1."""
-    has_number = (q_RK.view(torch.uint8) & 0x7F) != 0
-    has_number = pad(has_number, (0, -q_RK.size(1) % B)).unflatten(1, (-1, B)).any(-1)
+    has_number = pad(_is_number(q_RK), (0, -q_RK.size(1) % B)).unflatten(1, (-1, B)).any(-1)
     return torch.where((scale_RB != 1) | has_number, scale_RB, 0)
 
 
+def _largest_of_groups(scale_E: Tensor, q_RK: Tensor, is_of: Tensor) -> Tensor:
+    """The scales of groups; 0 of zeros alone, and of no row."""
+    counts = _by_group("amax", _is_number(q_RK).any(1), is_of) != 0
+    return torch.where(counts | ((scale_E != 1) & is_of.any(1)), scale_E, 0)
+
+
 def _compared(
-    before: Tensor | None, after: Tensor | None, scales: Tensor | None, dtype: torch.dtype | None
+    before: Tensor | None,
+    q: Tensor | None,
+    scales: Tensor | None,
+    largest_E: Tensor | None,
+    is_of: Tensor,
 ) -> dict[str, Tensor]:
-    """Of each row what quantization does to its numbers, [R, K] float64 before and after."""
+    """What quantization does to rows [R, K], of which ``is_of`` [E, rows] are of each group."""
+    after = None if q is None else q.double() if scales is None else q.double() * scales
     t: Any = after if before is None else before
     finite = t.isfinite() if after is None else t.isfinite() & after.isfinite()
-    now = {
+    of_rows = {
         "numbers": torch.full_like(t[:, 0], t.size(1)),
         "not_finite": (~finite).sum(1),
         "amax": torch.where(finite, t.abs(), 0.0).amax(1),
     }
-    if before is None or after is None:
-        return now
-    off = torch.where(finite, after - before, 0.0)
-    now |= {
-        "compared": finite.sum(1),
-        "underflow": (finite & (before != 0) & (after == 0)).sum(1),
-        "error": off.square().sum(1),
-        "square": torch.where(finite, before, 0.0).square().sum(1),
-    }
-    if scales is not None and dtype in FP8:
-        # Half a step beyond the largest number, of 3 or of 2 bits of mantissa.
-        beyond = 464.0 if dtype == torch.float8_e4m3fn else 61440.0
-        now["saturated"] = (finite & (before.abs() > beyond * scales.double())).sum(1)
-    return now
+    if before is not None and after is not None:
+        off = torch.where(finite, after - before, 0.0)
+        of_rows |= {
+            "compared": finite.sum(1),
+            "underflow": (finite & (before != 0) & (after == 0)).sum(1),
+            "error": off.square().sum(1),
+            "square": torch.where(finite, before, 0.0).square().sum(1),
+        }
+    now = {}
+    if q is not None and scales is not None and largest_E is not None:
+        now["scaled_amax"] = largest_E.double() * torch.finfo(q.dtype).max
+        if before is not None:
+            # Half a step beyond the largest number, of 3 or of 2 bits of mantissa.
+            beyond = 464.0 if q.dtype == torch.float8_e4m3fn else 61440.0
+            of_rows["saturated"] = (finite & (before.abs() > beyond * scales.double())).sum(1)
+    return now | {name: _by_group(name, t, is_of) for name, t in of_rows.items()}
 
 
-def _by_group(name: str, t: Tensor, is_of: Tensor) -> Tensor:
-    """[E] float64: the largest of each group's rows of t, or their sum; is_of [E, rows]."""
-    now = torch.where(is_of, t.double(), 0.0)
+def _by_group(name: str, t_R: Tensor, is_of: Tensor) -> Tensor:
+    """[E] float64: the largest of each group's rows, or their sum."""
+    now = torch.where(is_of, t_R.view(-1, is_of.size(1)).double(), 0.0)
     return now.amax(1) if name in MAXIMA else now.sum(1)
 
 
@@ -311,27 +311,25 @@ class WatchedLayer(nn.Module):
         recipes: Iterable[Recipe | None] = (),
     ) -> None:
         super().__init__()
-        self.weights, self.num_groups = weights, num_groups
+        self.weights = weights
         self._counts: Any
         counts = vars(self)["_counts"] = nn.Module()
         counts.rows = rows  # type: ignore[assignment]
-        with torch.inference_mode(False):
+        shape = 2 * len(weights), num_groups, len(COLUMNS)
+        with torch.inference_mode(False), torch.device(device):
             for name in ("forward_stats", "backward_stats"):
-                shape = 2 * len(weights), num_groups, len(COLUMNS)
-                stats = torch.zeros(shape, dtype=torch.float64, device=device)
-                counts.register_buffer(name, stats, persistent=False)
-            turn = torch.zeros((), dtype=torch.int32, device=device)
-            counts.register_buffer("turn", turn, persistent=False)
+                counts.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
+            counts.register_buffer("turn", torch.zeros((), dtype=torch.int32))
         self._turn = 0
         self._recipes: list[tuple[Recipe, str, Recipe]] = []
         for recipe in recipes:
             for name in weights:
-                self.recipe(name, UNQUANTIZED if recipe is None else recipe)
+                self.recipe(name, recipe or Recipe())
 
     def recipe(self, name: str, recipe: Recipe) -> Recipe:
         """A recipe of the same numbers whose formats count, for the layer's weight of a name."""
         for given, of_weight, made in self._recipes:
-            if given is recipe and of_weight == name:
+            if of_weight == name and (given is recipe or given == recipe):
                 return made
         number = self.weights.index(name)
         observed = {

@@ -25,7 +25,6 @@ from grouped_linear.integrations.adapter import (
     is_converted,
 )
 from grouped_linear.integrations.experts import experts_of
-from grouped_linear.integrations.wrappers import adapted
 from grouped_linear.meta_kernels.rules import E4M3, dtype_name
 from grouped_linear.nn.checks import check_flags, check_model, check_recipe
 from grouped_linear.nn.linear import GroupedLinear
@@ -240,13 +239,13 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
 
 def _plans_of_model(model: nn.Module, found: Mapping[str, Experts]) -> Iterator[Write]:
     """What is written once for a model of transformers: grouped adapters, and how it is saved."""
-    modules = {e.module for e in found.values() if e.library == "transformers"}
-    if adapted(model) & modules:  # PEFT is imported for such models alone
+    names = [name for name, e in found.items() if e.library == "transformers"]
+    if any("base_layer" in name.split(".") for name in names):  # PEFT is imported for these alone
         from grouped_linear.integrations.peft import check_adapters, group_adapters
 
         check_adapters("convert", model)
         yield lambda changes: group_adapters(model)
-    if modules:
+    if names:
         from grouped_linear.integrations.checkpoints.fp8 import save_frozen_experts
 
         yield lambda changes: save_frozen_experts(model)

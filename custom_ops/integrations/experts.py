@@ -5,17 +5,35 @@ Three adapters answer: this package's layers, experts that go through transforme
 torchtitan's.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from grouped_linear.integrations import torchtitan
 from grouped_linear.integrations.adapter import Experts as Experts
+from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.quantized.keep import local_part
 from grouped_linear.recipes import Recipe
+
+
+def named_experts(model: nn.Module) -> Iterator[tuple[str, Experts]]:
+    """The experts in a model, as ``named_modules`` has modules: for a tool that looks at them.
+
+    Names are those of the model without wrappers, as torch.compile's and PEFT's.
+
+    >>> from grouped_linear import GroupedMLP
+    >>> for name, experts in named_experts(nn.ModuleDict({"moe": GroupedMLP(4, 16, 32)})):
+    ...     print(name, experts.form, experts.weights, experts.recipe)
+    moe GroupedMLP ('gate_up_proj', 'down_proj') None
+    """
+    for name, module in named_unwrapped(model):
+        experts = experts_of(module)
+        if experts is not None:
+            yield name, experts
 
 
 def experts_of(module: nn.Module) -> Experts | None:

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules that other libraries put around a module and that call it: the module inside of them."""
 
-import sys
 from collections.abc import Iterator
-from typing import Any
 
-import torch
 from torch import nn
 
 #: By a wrapper's class, or a base of it, the submodule that it calls. Names, so that nothing is
@@ -40,15 +37,6 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     return children["original_module"]
 
 
-def adapted(model: nn.Module) -> set[nn.Module]:
-    """The modules of a model that PEFT's layers are around, which may add adapters to them."""
-    return {
-        unwrapped(module)
-        for module in model.modules()
-        if any(cls.__name__ == "BaseTunerLayer" for cls in type(module).__mro__)
-    }
-
-
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module that computes: that inside of all wrappers, or the module itself.
 
@@ -57,31 +45,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while (inside := _wrapped(module)) is not None:
         module = inside
     return module
-
-
-def sizes_before_fsdp(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Size]:
-    """The sizes on this process, when FSDP2 has gathered them, of the parameters that it shards.
-
-    A DTensor does not show which dimensions of its mesh FSDP2 gathers: of experts that are spread
-    it looks the same. torch has no public name for this.
-    """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes half a second
-    found = {}
-    for module in model.modules():
-        if fsdp is None or not isinstance(module, fsdp.FSDPModule):
-            continue
-        try:
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                for p in () if group is None else group.fsdp_params:
-                    found[p._module_info.module, p._module_info.param_name] = p._orig_size
-        except AttributeError as error:
-            raise RuntimeError(
-                f"watch: FSDP2 of torch {torch.__version__} keeps sizes of parameters under names "
-                f"that are not known here ({error}): watch the model before fully_shard"
-            ) from None
-    return found
 
 
 def named_unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
