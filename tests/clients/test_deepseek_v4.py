@@ -199,9 +199,8 @@ def test_refused(folder: Path, tmp_path: Path) -> None:
     assert "for_packed_experts(config)" in sentence(lambda: use_grouped_adapters(plain))
     assert "are parametrized" in sentence(lambda: logits(plain))
     plain = peft.get_peft_model(packed(folder), config_of(target_modules=["q_a_proj"]))
-    for safely in (False, True):  # PEFT would add to bytes
-        said = sentence(lambda safe=safely: plain.merge_adapter(safe_merge=safe))
-        assert "layers.0.mlp.experts is in MXFP4 and stays as it is" in said
+    with pytest.raises(RuntimeError, match="can't be cast to the desired output type Char"):
+        plain.merge_adapter()  # PEFT's own wrapper would add to bytes, and torch refuses
     model.to(BF16)
     assert "scales [4, 192, 2] in float8_e8m0fnu and dynamic" in (
         said := sentence(lambda: logits(model))

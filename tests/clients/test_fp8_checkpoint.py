@@ -264,7 +264,7 @@ def test_trainer_asks_for_adapters(
     weights: Any, folder: Path, dataset: Any, tmp_path: Path
 ) -> None:
     model = from_pretrained(folder)
-    kept = ", weights in FP8\n" if weights == "fp8" else "weights in FP8 as loaded"
+    kept = "  FP8, " if weights == "fp8" else "  FP8 as loaded, "
     assert kept in str(convert(model, RECIPE, weights=weights))
     with pytest.raises(ValueError, match="cannot perform fine-tuning on purely quantized models"):
         trainer_of(model, dataset, tmp_path)
@@ -279,7 +279,7 @@ def test_it_saves_the_checkpoint(folder: Path, tmp_path: Path) -> None:
     done = convert(model, RECIPE, weights="fp8")
     assert repr(convert(model, RECIPE, weights="fp8")) == repr(done)
     for experts, address in zip(experts_of(model), addresses, strict=True):
-        assert [p.dtype for p in experts.parameters()].count(torch.uint8) == 2
+        assert {p.dtype for p in experts.parameters()} == {torch.uint8}
         assert experts.down_proj.data_ptr() == address
     assert torch.equal(logits(model), expected)
     model.save_pretrained(tmp_path / "saved")
@@ -358,15 +358,18 @@ def test_layers_in_high_precision(folder: Path, in_fp8: list[int], tmp_path: Pat
 
 @pytest.mark.parametrize("part", ["model", "model.layers.1.mlp.experts"])
 def test_a_part_that_was_frozen_alone(part: str, tmp_path: Path) -> None:
-    """The whole model's checkpoint says which experts are in FP8."""
+    """The whole model's checkpoint says which experts are in FP8, once convert has seen it."""
     model = qwen3_of_blocks()
     convert(model.get_submodule(part), RECIPE, weights="fp8")
+    with pytest.raises(ValueError, match="was frozen when a part of this model was converted"):
+        model.save_pretrained(tmp_path)
+    convert(model, RECIPE)
     expected = logits(model)
     model.save_pretrained(tmp_path)
     again = from_pretrained(tmp_path)
     layers = [type(experts).__name__ for experts in experts_of(again)]
     assert [name == "FP8Experts" for name in layers] == [part == "model", True]
-    convert(again if part == "model" else again.get_submodule(part), RECIPE)
+    convert(again, RECIPE)
     assert torch.equal(logits(again), expected)
 
 
