@@ -85,6 +85,7 @@ def test_finds_a_fault(
     assert re.search(sentence, line), line
     assert not right
     monkeypatch.setattr(selftest, "check", lambda *given: (line, right))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert selftest.main() == 1
     assert "\n1 FAILED\n" in capsys.readouterr().out
 

@@ -46,6 +46,7 @@ from support.pairs import pairwise
 from support.processes import Checks, Passes, device
 from support.recipes import RECIPES
 from support.tensors import BF16, FP32
+from support.versions import INDUCTOR_COMPILES_WATCHED
 from support.watched import COUNTS, layers, loss_of, mixtral
 
 E, K, N, F, C = 5, 128, 272, 144, 2
@@ -394,7 +395,8 @@ def test_bits_flag_and_compiled_graphs(name: str, kind: str, where: str) -> None
     if list(RECIPES).index(name) != LAYERS.index(kind):
         return
     torch._dynamo.reset()
-    backend = "inductor" if kind == "mlp" else "aot_eager"
+    by_inductor = kind == "mlp" and (where == "cpu" or INDUCTOR_COMPILES_WATCHED)
+    backend = "inductor" if by_inductor else "aot_eager"
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
     step(layer, x, *arguments, of=compiled)
     torch.testing.assert_close(seen.read(), counted, rtol=1e-12, atol=0)

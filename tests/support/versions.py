@@ -14,6 +14,8 @@ FSDP_HAS_MESHES = TorchVersion(torch.__version__) >= (2, 12)
 FSDP_TAKES_BYTES = TorchVersion(torch.__version__) >= (2, 13)
 # Dynamo reads of a frozen dataclass what is read there; before, all of its fields. 2.12: not tried.
 READS_FIELDS_ALONE = TorchVersion(torch.__version__) >= (2, 13)
+# Inductor of torch 2.11 fails on a watched expert layer for a GPU ("PassManager::run failed").
+INDUCTOR_COMPILES_WATCHED = TorchVersion(torch.__version__) >= (2, 12)
 AOTI_READS_DTYPES = TorchVersion(torch.__version__) >= (2, 12)
 aoti_reads_dtypes = pytest.mark.skipif(
     not AOTI_READS_DTYPES,
