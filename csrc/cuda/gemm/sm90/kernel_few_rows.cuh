@@ -191,7 +191,7 @@ __device__ __forceinline__ void multiply(SharedStorage& shared, PipelineState<kS
   };
   const auto release = [&](int stage) {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(&shared.empty[stage]);
+    if (lane < kArrivingLanes) mbarrier_arrive(&shared.empty[stage]);
   };
   clear_accumulator(sums);
   if constexpr (fp8) {
@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     prefetch_tensor_map(&in.b);
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(&shared.full[stage], 33);
-      mbarrier_init(&shared.empty[stage], kMathWarps);
+      mbarrier_init(&shared.empty[stage], kMathWarps * kArrivingLanes);
     }
     fence_mbarrier_init();
   }
