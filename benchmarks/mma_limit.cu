@@ -12,7 +12,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "cuda/common/cp_async.cuh"
+#include "cuda/common/shared_memory.cuh"
 #include "cuda/gemm/sm80/config.h"
 #include "cuda/gemm/sm80/fp8_mma.cuh"
 

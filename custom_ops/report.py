@@ -70,7 +70,7 @@ def runs(device: torch.device) -> str:
 
 
 def report() -> str:
-    """What is installed, and whether a layer runs on each device, as text.
+    """The installed versions, and whether a layer runs on each device, as text.
 
     >>> print(report())  # doctest: +ELLIPSIS
     grouped_linear   0.1.0...

@@ -70,7 +70,7 @@ def step(call: Any, named: Any, x: Tensor, *routing: Tensor) -> dict[str, Tensor
 
 
 def in_float64(layer: Any, x: Tensor, *routing: Tensor) -> dict[str, Tensor]:
-    """What :func:`step` returns, by plain torch, without a recipe; `+ 0` gives plain tensors."""
+    """The results of :func:`step` in plain torch, without a recipe; `+ 0` gives plain tensors."""
     p: Any = {}
     for name, parameter in layer.named_parameters():
         w = layer.dequantize(name) if layer.frozen_weight(name) else parameter.detach() + 0

@@ -60,7 +60,7 @@ class OperandStatistics(NamedTuple):
     shared: float
     """The share of wgrad's blocks of 128 x 128 whose columns share a scale."""
     moved: float
-    """Of a weight that learns the share of numbers that differ from those of the reading before."""
+    """The share of a learning weight's numbers that changed since the reading before."""
 
 
 class Load(NamedTuple):

@@ -18,7 +18,7 @@ from grouped_linear.recipes import Layouts, Operands
 from grouped_linear.recipes.quantize import Gathered, SwigluGradOf, SwigluOf
 
 B = 128
-#: What is kept of each group and operand: maxima, then sums.
+#: The numbers of each group and operand: maxima, then sums.
 MAXIMA = ("amax", "scaled_amax")
 SUMS = (
     "calls",
@@ -133,7 +133,7 @@ class Observer:
         return now | _compared(before, q, scales, largest_E, is_of)
 
     def _of_weight(self, weights: tuple[Any, ...], made: Operands) -> dict[str, Tensor]:
-        """The same of a weight. Of one in FP8 alone, and of E tensors, what q tells."""
+        """The same for a weight. Without a tensor in high precision, measure q."""
         first: Any = weights[0]
         w: Tensor | None = getattr(first, "numbers", None if hasattr(first, "q") else first)
         if w is not None and (w.dim() == 2 or w.dtype not in ACTIVATIONS or not any(w.stride())):
@@ -256,7 +256,7 @@ def _compared(
     largest_E: Tensor | None,
     is_of: Tensor,
 ) -> dict[str, Tensor]:
-    """What quantization does to rows [R, K], of which ``is_of`` [E, rows] are of each group."""
+    """Measure quantization of rows [R, K]. ``is_of`` [E, rows] says which are of each group."""
     after = None if q is None else q.double() if scales is None else q.double() * scales
     t: Any = after if before is None else before
     finite = t.isfinite() if after is None else t.isfinite() & after.isfinite()

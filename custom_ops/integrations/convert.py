@@ -238,7 +238,7 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
 
 
 def _plans_of_model(model: nn.Module, found: Mapping[str, Experts]) -> Iterator[Write]:
-    """What is written once for a model of transformers: grouped adapters, and how it is saved."""
+    """Write for a model of transformers, once, its grouped adapters and how it is saved."""
     names = [name for name, e in found.items() if e.library == "transformers"]
     if any("base_layer" in name.split(".") for name in names):  # PEFT is imported for these alone
         from grouped_linear.integrations.peft import check_adapters, group_adapters

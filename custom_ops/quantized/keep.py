@@ -132,7 +132,7 @@ def distributed_like(like: Any, local: Tensor, shape: torch.Size | None = None) 
 
 
 def as_master(own: Any, w: Tensor) -> Tensor:
-    """What ``assign=True`` puts in a parameter's place: for a master, a copy kept as that is.
+    """The parameter for ``assign=True``: in place of a master a copy with FP8 numbers of its own.
 
     A write through the loaded tensor itself would not show.
     """

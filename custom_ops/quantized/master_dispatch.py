@@ -343,7 +343,7 @@ def _scalar(t: Any) -> Any:
 
 
 def _experts(t: Any) -> Any:
-    """The tensor of E experts, also where t is that of one."""
+    """The tensor of E experts: t itself, or the one that t is an expert of."""
     return t if t is None else t.view(-1, *t.shape[-2:])
 
 

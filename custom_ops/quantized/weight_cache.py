@@ -67,7 +67,7 @@ class WeightCache(nn.Module):
 
     @property
     def columnwise(self) -> Tensor | None:
-        """What dgrad reads."""
+        """The operand of dgrad."""
         return self._numbers.columnwise  # type: ignore[no-any-return]
 
     @property
