@@ -124,12 +124,12 @@ def load(name: str, sizes: dict[str, Any], weights: str, device: torch.device) -
     elif weights == PEFT_FP8:
         quantized = copy.deepcopy(model)
         convert(quantized, weights="fp8")
-        use_fp8_experts(model, quantized.state_dict())
+        use_fp8_experts(model, quantized)
     return model
 
 
-def use_fp8_experts(model: Any, state: dict[str, torch.Tensor]) -> None:
-    """Put transformers' FP8Experts in place of a model's experts, as loading such a state does."""
+def use_fp8_experts(model: Any, converted: Any) -> None:
+    """Put transformers' FP8Experts in place of a model's, with the numbers of a converted one."""
     from transformers import FineGrainedFP8Config
     from transformers.integrations import finegrained_fp8 as of_transformers
 
@@ -143,6 +143,13 @@ def use_fp8_experts(model: Any, state: dict[str, torch.Tensor]) -> None:
     of_transformers.replace_with_fp8_linear(
         model, [".*self_attn", "mlp.gate", "lm_head"], FineGrainedFP8Config()
     )
+    state = converted.state_dict()
+    for name in [*state]:
+        module_name, _, own = name.rpartition(".")
+        if (frozen := getattr(converted.get_submodule(module_name), "frozen_weight", None)) is None:
+            continue
+        if (weight := frozen(own)) is not None:  # whose state is bytes
+            state |= {name: weight.values, f"{name}_scale_inv": weight.scale}
     model.load_state_dict(state, assign=True)
 
 

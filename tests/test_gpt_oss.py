@@ -24,6 +24,7 @@ from grouped_linear import (
 from grouped_linear.contrib import compare
 from grouped_linear.integrations.checkpoints.mxfp4 import mxfp4_config
 from grouped_linear.integrations.transformers import register
+from grouped_linear.quantized.frozen import FrozenBytes
 from support.compare import assert_same_bits, assert_same_tensors
 from support.errors import sentence
 from support.gpt_oss import IDS, QUANTIZATION, dequantized, packed, write_checkpoint
@@ -53,6 +54,28 @@ def test_as_dequantized(folder: Path, device: str, dtype: torch.dtype) -> None:
     actual = logits(packed(folder, dtype=dtype).to(device))
     assert actual.dtype == dtype
     assert error(actual, expected) < max(1e-5, 4 * torch.finfo(dtype).eps)
+
+
+def test_scales_are_spread_with_their_codes(folder: Path) -> None:
+    """By transformers' expert parallelism (tests/clients/test_distributed.py)."""
+    plan = packed(folder).ep_plan
+    for name in ("gate_up_proj", "down_proj"):
+        codes = f"model.layers.*.mlp.experts.{name}"
+        assert plan[f"{codes}_scale_inv"] == plan[codes] == "grouped_gemm"
+
+
+def test_scales_without_the_dimension_of_bytes(folder: Path) -> None:
+    """As FSDP2 and expert parallelism read them: the same bits, and states of either kind load."""
+    model = packed(folder)
+    expected = logits(model)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    experts: Any = model.model.layers[1].mlp.experts
+    for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
+        experts._parameters[name] = FrozenBytes(experts._parameters[name].data.squeeze(-1))
+    experts.load_state_dict(experts.state_dict())
+    assert_same_bits(logits(model), expected)
+    model.load_state_dict(state)
+    assert_same_bits(logits(model), expected)
 
 
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling(), MXFP8BlockScaling()], ids=repr)

@@ -22,19 +22,17 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import Mxfp4Config
 
 from grouped_linear.integrations.adapter import convert_class
-from grouped_linear.integrations.checkpoints.fp8 import AsBytes, OneTensor
+from grouped_linear.integrations.checkpoints.fp8 import OneTensor
 from grouped_linear.integrations.convert import convert
 from grouped_linear.integrations.transformers import ConvertedExperts, options_of
 from grouped_linear.meta_kernels.rules import MX_BLOCK, ceil_div
-from grouped_linear.quantized.frozen import frozen_of
-from grouped_linear.quantized.keep import SCALE
+from grouped_linear.quantized.frozen import FrozenBytes, frozen_of
+from grouped_linear.quantized.keep import SCALE, is_dtensor
 
 __all__ = ["mxfp4_config"]
 
 _METHOD = "grouped_linear_mxfp4"
 _WEIGHTS = "gate_up_proj", "down_proj"
-#: Scales are in uint8; files of others may say that they are E8M0.
-_SCALES = AsBytes(torch.uint8, torch.uint8)
 
 
 def mxfp4_config(path: str, **kwargs: Any) -> Any:
@@ -94,6 +92,7 @@ class PackedMxfp4Quantizer(HfQuantizer):
     is_trainable = True  # adapters
     is_compileable = True
     saves_frozen_experts = True
+    serialized_names = {name: [f"{name}{SCALE}"] for name in _WEIGHTS}  # noqa: RUF012  (as its base)
     quantization_config: PackedMxfp4Config
 
     def is_serializable(self) -> bool:
@@ -111,7 +110,7 @@ class PackedMxfp4Quantizer(HfQuantizer):
                 own = f"{module_name}.{name}".removeprefix(f"{model.base_model_prefix}.")
                 found += [
                     WeightConverter([f"{own}_blocks"], [own], [JoinBlocks()]),
-                    WeightConverter([f"{own}_scales"], [f"{own}{SCALE}"], [_SCALES]),
+                    WeightConverter([f"{own}_scales"], [f"{own}{SCALE}"], [JoinScales()]),
                 ]
         return found
 
@@ -142,6 +141,7 @@ class PackedMxfp4Quantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, GptOssExperts) and frozen_of(module):
                 _check_loaded(name, module)
+                _set_scales(module, True)
                 recipe, _ = options_of(module) or (None, False)  # by the name that was asked for
         convert(model, recipe)
 
@@ -155,7 +155,21 @@ def _pack(experts: Any) -> None:
         shapes = (E, N, ceil_div(K, 2)), (E, N, ceil_div(K, MX_BLOCK))
         parts = [torch.empty(shape, dtype=torch.uint8, device=w.device) for shape in shapes]
         experts.freeze(name, tuple(parts), None, w.dtype, weights="mxfp4")
+    _set_scales(experts, False)
     experts._is_hf_initialized = True  # transformers would draw bytes from a normal distribution
+
+
+def _set_scales(experts: Any, has_bytes: bool) -> None:
+    """Give scales the last dimension that frozen weights' have, or take it while a file is read.
+
+    transformers takes a tensor with one dimension less than its sharded parameter for one expert's.
+    Sharded scales stay without it, because FSDP2 has their parameters by then.
+    """
+    for name in _WEIGHTS:
+        scale = experts._parameters[name + SCALE]
+        if not is_dtensor(scale):
+            scale = scale.data.unsqueeze(-1) if has_bytes else scale.data.squeeze(-1)
+            experts._parameters[name + SCALE] = FrozenBytes(scale)
 
 
 def _check_loaded(name: str, experts: Any) -> None:
@@ -168,6 +182,16 @@ def _check_loaded(name: str, experts: Any) -> None:
             )
         if not getattr(p, "_is_hf_initialized", False):  # its memory is as it was
             raise ValueError(f"mxfp4_config: the checkpoint has no {name}.{of_parameter}")
+
+
+class JoinScales(OneTensor):
+    """Scales [E, N, K / 32] of a file, which may say that they are E8M0, as bytes, or back."""
+
+    def of(self, t: Tensor, is_scale: bool) -> Tensor:
+        """Bytes without their dimension, or what they are of."""
+        if not self.reverse:
+            return t.view(torch.uint8)
+        return t.squeeze(-1) if t.dim() == 4 else t
 
 
 class JoinBlocks(OneTensor):
