@@ -45,10 +45,9 @@ def transformers() -> str:
     """The installed transformers, and whether the integration accepts it."""
     try:
         importlib.import_module("grouped_linear.integrations.transformers")
-    except ModuleNotFoundError:
-        return "not installed"
     except ImportError as error:
-        return f"not supported: {first_line(error)}"
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
+        return "not installed" if is_missing else f"not supported: {first_line(error)}"
     return f"{version('transformers')}, supported"
 
 

@@ -23,6 +23,7 @@ from grouped_linear import (
     Lora,
     SwiGLU,
     grouped_linear,
+    grouped_mlp,
     update_scales,
 )
 from grouped_linear.contrib import fake_quantize, watch
@@ -150,6 +151,37 @@ RuntimeError: grouped_linear: weight is on meta, x is on cpu""",  # noqa: E501
     )
 
 
+def test_of_what_replaces_an_attribute_or_is_no_pair() -> None:
+    layer, experts = GroupedLinear(2, K, N), GroupedMLP(2, K, N)
+    x, scores, chosen = torch.randn(5, K), torch.ones(5, 1), torch.zeros(5, 1, dtype=torch.int64)
+    weights: Any = experts.gate_up_proj, experts.down_proj
+    nothing: Any = None
+
+    def with_activation(activation: Any) -> Any:
+        experts.activation = activation
+        return experts(x, scores, chosen)
+
+    layer.weight = nothing
+    calls = [
+        lambda: layer(x, [2, 3]),
+        lambda: with_activation("relu"),
+        lambda: with_activation(SwiGLU),
+        lambda: experts.forward_sorted(x, [2, 3]),
+        lambda: grouped_mlp(x, scores, chosen, nothing, weights[1]),
+        lambda: grouped_mlp(x, scores, chosen, *weights, state=(nothing, nothing)),
+    ]
+    assert_expected_inline(
+        said(calls),
+        """\
+TypeError: grouped_linear: weight must be a tensor, got NoneType
+ValueError: grouped_mlp: activation must be a SwiGLU or an Activation, got 'relu'
+ValueError: grouped_mlp: activation is the class SwiGLU: call it, activation=SwiGLU()
+ValueError: grouped_mlp_sorted: activation is the class SwiGLU: call it, activation=SwiGLU()
+TypeError: grouped_mlp: gate_up_proj must be a tensor, got NoneType
+ValueError: grouped_mlp: state must be two, of gate_up_proj and of down_proj, got (None, None)""",
+    )
+
+
 def test_of_one_layer() -> None:
     assert_expected_inline(
         said(OTHERS),
@@ -157,7 +189,7 @@ def test_of_one_layer() -> None:
 RuntimeError: grouped_linear: K differs: x has 32, weight 16
 RuntimeError: grouped_mlp: gate_up_proj must be [E, 2 F, 32], as x has 32 features, got [2, 64, 16]
 RuntimeError: grouped_linear: weight must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
-RuntimeError: grouped_linear: weight must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
+RuntimeError: grouped_linear: bias must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
 TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got 10
 TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got None
 RuntimeError: grouped_linear: E differs: m_splits, the rows of each expert, has 3, weight 2

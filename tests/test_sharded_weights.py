@@ -400,6 +400,12 @@ def check_distributed_tensors_in_layers(rank: int, directory: Path) -> None:
         for call in (layer, torch.compile(layer, backend="eager")):
             with pytest.raises(Exception, match=r"weight is a DTensor|gate_up_proj is a DTensor"):
                 call(x, *arguments)
+    # Also where another tensor is multiplied in its place.
+    cached = linear_of(E, K, N, recipe=Float8BlockScaling(), cache_weights=True)
+    cached(x, sizes, torch.tensor(True))
+    cached.weight = nn.Parameter(distribute_tensor(cached.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(TypeError, match="weight is a DTensor"):
+        cached(x, sizes, False)
 
 
 def check_states_of_distributed_tensors(rank: int, directory: Path) -> None:

@@ -4,6 +4,7 @@
 import inspect
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -240,7 +241,7 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
 def _plans_of_model(model: nn.Module, found: Mapping[str, Experts]) -> Iterator[Write]:
     """Write for a model of transformers, once, its grouped adapters and how it is saved."""
     names = [name for name, e in found.items() if e.library == "transformers"]
-    if any("base_layer" in name.split(".") for name in names):  # PEFT is imported for these alone
+    if "peft" in sys.modules and any("base_layer" in name.split(".") for name in names):
         from grouped_linear.integrations.peft import check_adapters, group_adapters
 
         check_adapters("convert", model)

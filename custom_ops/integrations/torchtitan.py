@@ -35,7 +35,7 @@ from grouped_linear.integrations.adapter import (
     keep_both,
     where_in,
 )
-from grouped_linear.nn.checks import check_mx_blocks, check_parameters, check_whole
+from grouped_linear.nn.checks import check_mx_blocks, check_parameter, check_whole
 from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.functional_mlp import apply_mlp_sorted
 from grouped_linear.ops.activation import SwiGLU
@@ -88,7 +88,7 @@ class TitanExperts(Converted):
             )
         if recipe is None or not recipe.weight.reads_any_dtype:
             weight = weight.to(dtype)
-        check_parameters("grouped_linear", weight=weight)
+        check_parameter("grouped_linear", "weight", weight)
         return Projection((as_matrices(weight),), bias, of_call)
 
 
@@ -115,9 +115,9 @@ class FusedExperts(TitanExperts):
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Compute [R, D] of rows [R, D] that are sorted by expert, and the rows of each."""
-        form, limit = _form_of(self), getattr(self, "swiglu_limit", None)
-        activation, biases = SwiGLU(interleaved=True), (None, None)
+        form, activation, biases = _form_of(self), SwiGLU(interleaved=True), (None, None)
         if form.biases:
+            limit: Any = self.swiglu_limit
             gate_up_bias, down_bias = (local_part(getattr(self, name)) for name in form.biases)
             activation = SwiGLU(GPT_OSS_ALPHA, 1.0, limit, interleaved=True)
             # Tensor parallelism sums the processes' outputs, so each process adds its share of the

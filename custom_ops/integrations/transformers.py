@@ -51,7 +51,7 @@ from grouped_linear.integrations.adapter import (
     where_in,
 )
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, ceil_div, dtype_name
-from grouped_linear.nn.checks import check_flags, check_mx_blocks, check_parameters, check_recipe
+from grouped_linear.nn.checks import check_flags, check_mx_blocks, check_recipe
 from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.functional_mlp import apply_mlp
 from grouped_linear.nn.lora import LoraWeights, adapter_of
@@ -406,7 +406,6 @@ def experts_forward(
 
     def layer(x: Tensor, name: str) -> Tensor:
         given = projection(name)
-        check_parameters("grouped_linear", bias=given.bias_EN)
         return apply_linear(x, m_splits_E, given)
 
     x_RH = GatherFunction.apply(hidden_states, *routing)

@@ -12,7 +12,7 @@ from torch.nn.functional import dropout
 
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE
-from grouped_linear.nn.checks import check_parameters, check_recipe, check_state, check_tensor
+from grouped_linear.nn.checks import check_parameter, check_recipe, check_state, check_tensor
 from grouped_linear.quantized.keep import KEPT, local_part, stored_weight
 from grouped_linear.recipes import DelayedScalingState, Recipe
 from grouped_linear.recipes.format import WeightList
@@ -68,9 +68,10 @@ def ready(
             adapter=adapter,
         )
     weights = cast = given.weights
-    if given.stored is None:
-        check_parameters(op, **{names[0]: weights[0]})
-    check_parameters(op, **{names[1]: given.bias_EN})
+    check = check_parameter if given.stored is None else check_tensor
+    check(op, names[0], weights[0])
+    if given.bias_EN is not None:
+        check_parameter(op, names[1], given.bias_EN)
     if given.stored is None and isinstance(weights[0], KEPT):
         given = given._replace(stored=stored_weight(op, weights[0], given.recipe))
     takes_one_dtype = dtype is not None and not given.recipe.weight.reads_any_dtype

@@ -118,23 +118,20 @@ def check_whole(where: str, parameters: Iterable[Tensor], action: str) -> None:
         raise ValueError(f"{where}: parameters are sharded already: {action} before")
 
 
-def check_parameters(op: str, **parameters: Tensor | None) -> None:
+def check_parameter(op: str, name: str, t: Tensor) -> None:
     """Raise RuntimeError for a parameter whose dtype no GEMM takes, for example after ``double()``.
 
     The cast to the activations' dtype would silently damage a bias of another dtype.
     """
-    for name, t in parameters.items():
-        if t is None:
-            continue
-        check_tensor(op, name, t)
-        if t.dtype not in ACTIVATIONS:
-            remedy = "cast it, or the layer, as layer.float() does"
-            if t.dtype.itemsize == 1:  # whose scales a cast would leave out
-                remedy = "give a frozen weight's numbers, as layer.dequantize(name) returns them"
-            raise RuntimeError(
-                f"{op}: {name} must be bfloat16, float16 or float32, got {dtype_name(t.dtype)}: "
-                f"{remedy}"
-            )
+    check_tensor(op, name, t)
+    if t.dtype not in ACTIVATIONS:
+        remedy = "cast it, or the layer, as layer.float() does"
+        if t.dtype.itemsize == 1:  # whose scales a cast would leave out
+            remedy = "give a frozen weight's numbers, as layer.dequantize(name) returns them"
+        got = dtype_name(t.dtype)
+        raise RuntimeError(
+            f"{op}: {name} must be bfloat16, float16 or float32, got {got}: {remedy}"
+        )
 
 
 def check_device(op: str, name: str, t: Tensor | None, x: Tensor) -> None:
@@ -162,7 +159,8 @@ def check_adapter(op: str, name: str, adapter: Adapter, weight: str, w: Tensor, 
     for part, t in named.items():
         check_tensor(op, part, t)
         check_device(op, part, t, x)
-    check_parameters(op, **named)
+    for part, t in named.items():
+        check_parameter(op, part, t)
     E, N, K = w.shape
     rank = a.size(1) if a.dim() == 3 else 0
     if not 1 <= rank <= MAX_RANK or a.shape != (E, rank, K) or b.shape != (E, N, rank):

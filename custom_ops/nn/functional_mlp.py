@@ -192,7 +192,8 @@ def _projections(
     *given: tuple[Tensor, Tensor | None, LoraWeights | None],
 ) -> list[Projection]:
     """The projections of a call without a module, of weights, biases and adapters."""
-    if state is not None and not (isinstance(state, tuple | list) and len(state) == 2):
+    is_pair = isinstance(state, tuple | list) and len(state) == 2 and None not in state
+    if state is not None and not is_pair:
         raise ValueError(
             f"{op}: state must be two, of gate_up_proj and of down_proj, got {state!r}"
         )
@@ -221,6 +222,7 @@ def apply_mlp(
     Where experts are on several processes, the dispatcher chooses ``max_rows``.
     """
     op = "grouped_mlp"
+    check_activation(op, config.activation)
     check_tensor(op, "top_k_weights", top_k_weights)
     check_tensor(op, "top_k_index", top_k_index)
     x_TH, dtype = as_rows(op, x)
@@ -263,6 +265,7 @@ def apply_mlp_sorted(
 ) -> Tensor:
     """Compute :func:`grouped_mlp_sorted`; arguments are those of :func:`apply_mlp`."""
     op = "grouped_mlp_sorted"
+    check_activation(op, config.activation)
     x_RH, dtype = as_rows(op, x)
     if x.dim() != 2:
         raise RuntimeError(f"{op}: x must be [R, H], got shape {list(x.shape)}")

@@ -18,7 +18,7 @@ from grouped_linear.nn.arguments import autocast_dtype
 from grouped_linear.nn.checks import (
     check_flags,
     check_num_groups,
-    check_parameters,
+    check_parameter,
     check_parameters_dtype,
 )
 from grouped_linear.nn.functional import apply_linear
@@ -210,10 +210,11 @@ class GroupedLinear(linear.GroupedLinear):
         first = read_flag(self._owner, is_first_microbatch, x, self._recipe, self._stores_weight)
         added = None if self.return_bias else bias
         given = self._projection("weight", named, added, first)
+        if self.return_bias and bias is not None:
+            check_parameter("grouped_linear", "bias", bias)
         y = apply_linear(x, m_splits, given, self.save_original_input, later)
         if not self.return_bias:
             return y
-        check_parameters("grouped_linear", bias=bias)
         return y, None if bias is None else bias.to(y.dtype)
 
     def backward_dw(self) -> None:
