@@ -155,12 +155,9 @@ def check_tensor(op: str, name: str, value: Any) -> None:
 def check_adapter(op: str, name: str, adapter: Adapter, weight: str, w: Tensor, x: Tensor) -> None:
     """Raise, in the caller's words, for an adapter that does not fit a weight w [E, N, K]."""
     a, b, scaling, dropout = adapter.a_ErK, adapter.b_ENr, adapter.scaling, adapter.dropout
-    named = {f"{name}.a": a, f"{name}.b": b}
-    for part, t in named.items():
-        check_tensor(op, part, t)
-        check_device(op, part, t, x)
-    for part, t in named.items():
+    for part, t in ((f"{name}.a", a), (f"{name}.b", b)):
         check_parameter(op, part, t)
+        check_device(op, part, t, x)
     E, N, K = w.shape
     rank = a.size(1) if a.dim() == 3 else 0
     if not 1 <= rank <= MAX_RANK or a.shape != (E, rank, K) or b.shape != (E, N, rank):

@@ -177,8 +177,7 @@ def grouped_mlp_sorted(
 def config_of(
     where: str, activation: Activation, save_gate_up_in_fp8: bool, recompute_gate_up: bool
 ) -> MLPConfig:
-    """The options of a call."""
-    check_activation(where, activation)
+    """The options of a call, which checks the activation."""
     check_flags(where, save_gate_up_in_fp8=save_gate_up_in_fp8, recompute_gate_up=recompute_gate_up)
     if save_gate_up_in_fp8 and recompute_gate_up:
         raise ValueError(f"{where}: save_gate_up_in_fp8 and recompute_gate_up exclude each other")

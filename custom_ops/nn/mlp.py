@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.nn.checks import (
+    check_activation,
     check_features,
     check_flags,
     check_mx_blocks,
@@ -121,6 +122,7 @@ class GroupedMLP(GroupedLayer):
         sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
         check_features("GroupedMLP", **sizes)
         check_flags("GroupedMLP", bias=bias)
+        check_activation("GroupedMLP", activation)
         config_of("GroupedMLP", activation, save_gate_up_in_fp8, recompute_gate_up)
         self._set_options(
             "GroupedMLP", recipe, weights, cache_weights, fuse_wgrad_accumulation, dtype

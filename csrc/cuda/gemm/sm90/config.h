@@ -176,7 +176,9 @@ struct GemmConfig {
   // column, because TMA takes longer for twice as many lines of 32. An MN-major one has a k-block.
   static constexpr int kPackedK = kBMajor == Major::kK ? 128 : kTileK;
   static constexpr int kPackedBytes = kTileN * kPackedK / 2;
-  static constexpr int kPackedStages = kBMajor == Major::kK ? 2 : kTileM == 64 ? 8 : 4;
+  static constexpr int kPackedStages = kBMajor == Major::kK            ? 2
+                                       : kTileM == kTileMxfp4FewRows.m ? 8
+                                                                       : 4;
   // Its scales are bfloat16: K-major a pair of them for each column and k-block, MN-major 64 for each
   // 32 columns.
   static constexpr int kScaleBytes = kBMajor == Major::kK ? 8 * kTileN : kTileN / 32 * 128;
