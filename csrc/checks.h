@@ -84,11 +84,12 @@ void check_group_dequantize_t(const Tensor& q_t, const Tensor& scale_t, const Te
                               int64_t num_rows, ScalarType dtype);
 void check_grouped_bias_grad(const Tensor& dy, const Tensor& offs);
 void check_layouts(const char* op, bool rowwise, bool columnwise);
-void check_quantize_weight(const char* op, const Tensor& w, double amax_epsilon);
+void check_quantize_weight(const char* op, const Tensor& w, double amax_epsilon,
+                           std::optional<int64_t> mxfp4_dim = std::nullopt);
 void check_quantize_weight_list(const std::vector<Tensor>& w, double amax_epsilon);
 void check_refresh_weight(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
                           const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
-                          double amax_epsilon);
+                          double amax_epsilon, std::optional<int64_t> mxfp4_dim);
 void check_refresh_weight_current(const std::vector<Tensor>& w,
                                   const std::optional<Tensor>& refresh, const Tensor& q,
                                   const Tensor& scale, const std::optional<Tensor>& q_t,
@@ -106,7 +107,8 @@ void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional
                        const Tensor& step, const std::optional<Tensor>& lr_tensor,
                        const std::optional<Tensor>& grad_scale,
                        const std::optional<Tensor>& found_inf, double lr, double beta1,
-                       double beta2, double weight_decay, double eps, double amax_epsilon);
+                       double beta2, double weight_decay, double eps, double amax_epsilon,
+                       std::optional<int64_t> mxfp4_dim);
 void check_grouped_mm(const char* op, const Tensor& a, const Tensor& b, const Tensor& offs,
                       const std::optional<Tensor>& bias, ScalarType out_dtype,
                       const std::optional<Tensor>& rows, const LowRank& low = {});

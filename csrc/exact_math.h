@@ -53,6 +53,16 @@ GROUPED_LINEAR_DEVICE float clamp(float x, float limit) {
   return x < limit ? x : limit;
 #endif
 }
+// NaN where x is.
+GROUPED_LINEAR_DEVICE float min(float x, float limit) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(limit));
+  return result;
+#else
+  return x > limit ? limit : x;
+#endif
+}
 GROUPED_LINEAR_DEVICE uint32_t bits_of(float value) {
 #ifdef __CUDA_ARCH__
   return __float_as_uint(value);

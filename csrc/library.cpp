@@ -111,9 +111,12 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def("grouped_bias_grad(Tensor dy, Tensor offs) -> Tensor");
 
   // w [E, N, K] -> q [E, N, K], scale [E, ceil(N/B), ceil(K/B)], q_t [E, K, N]
+  // mxfp4_dim, here and below: the numbers of quantize_mxfp4, whose blocks run along this dimension
+  // of w, -1 or -2
   m.def(
       "quantize_weight(Tensor w, float amax_epsilon=0.0, bool power_of_two_scales=True, "
-      "bool columnwise=True, bool rowwise=True) -> (Tensor q, Tensor scale, Tensor q_t)");
+      "bool columnwise=True, bool rowwise=True, int? mxfp4_dim=None) "
+      "-> (Tensor q, Tensor scale, Tensor q_t)");
 
   // q [E, N, K] -> q_t [E, K, N]
   m.def("transpose_weight(Tensor q) -> Tensor");
@@ -135,7 +138,8 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // `state`, or where that is 0 an expert's own. MX writes bf16.
   m.def(
       "refresh_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor[] w, "
-      "Tensor? refresh, float amax_epsilon=0.0, bool power_of_two_scales=True) -> ()");
+      "Tensor? refresh, float amax_epsilon=0.0, bool power_of_two_scales=True, "
+      "int? mxfp4_dim=None) -> ()");
   m.def(
       "refresh_weight_current_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor[] w, "
       "Tensor? refresh, float amax_epsilon=0.0, bool power_of_two_scales=False) -> ()");
@@ -161,7 +165,8 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "Tensor step, "
       "Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, float lr, float beta1, "
       "float beta2, float weight_decay, float eps, bool decoupled_weight_decay=True, "
-      "bool maximize=False, float amax_epsilon=0.0, bool power_of_two_scales=True) -> ()");
+      "bool maximize=False, float amax_epsilon=0.0, bool power_of_two_scales=True, "
+      "int? mxfp4_dim=None) -> ()");
 
   // c [M, N], a [M, K], b [K, N] in 16 bits -> c + a @ b, rounded once
   m.def("addmm(Tensor c, Tensor a, Tensor b) -> Tensor");

@@ -95,4 +95,32 @@ GROUPED_LINEAR_DEVICE uint32_t encode_pair(float first, float second, uint32_t s
   return encode(exact::mul(first, factor)) | encode(exact::mul(second, factor)) << 4;
 }
 
+// The exponent field of the factor that makes e4m3 numbers of a tile with this largest scale: of
+// 1 / e4m3_scale, at most 2^126.
+GROUPED_LINEAR_DEVICE uint32_t factor_field(uint32_t largest) {
+  const uint32_t field = 2 * kScaleBias + kE4m3Shift - largest;
+  return field < 253 ? field : 253;
+}
+
+// The exponent field of the number 1.0 of a block with this scale, times the factor. The smallest
+// field stands for all below: in e4m3 those numbers are zeros.
+GROUPED_LINEAR_DEVICE uint32_t one_field(uint32_t scale, uint32_t factor_field) {
+  const uint32_t field = scale + factor_field;
+  return field > kScaleBias ? field - kScaleBias : 1;
+}
+
+// decode(encode()) of a number, all times the factor. E2M1's numbers from 2^e to 2^(e + 1) are
+// 2^(e - 1) apart, and below 1.0 as far as above. Adding 1.5 * 2^(e + 22) to a magnitude rounds it
+// to a multiple of that, to nearest even, which is the even code. NaN stays NaN.
+GROUPED_LINEAR_DEVICE float round(float scaled, uint32_t one_field) {
+  constexpr uint32_t kFields = 0x7f800000u, kAnchor = 22u << 23 | 1u << 22;
+  const uint32_t bits = exact::bits_of(scaled), one = one_field << 23;
+  const float most = exact::mul(6.0f, exact::from_bits(one));
+  const float magnitude = exact::min(exact::from_bits(bits & 0x7fffffffu), most);
+  const uint32_t own = exact::bits_of(magnitude) & kFields;
+  const float anchor = exact::from_bits((own > one ? own : one) + kAnchor);
+  const float rounded = exact::add(exact::add(magnitude, anchor), -anchor);
+  return exact::from_bits(exact::bits_of(rounded) | (bits & 0x80000000u));
+}
+
 }  // namespace grouped_linear::mxfp4

@@ -225,6 +225,7 @@ def quantize_weight(rules: Rules, c: Any) -> QuantizedWeight:
     """w [E, N, K] -> q, scale, q_t."""
     E, N, K = rules.weight()
     rules.epsilon()
+    rules.mxfp4_dim(N, K)
     rules.layouts()
     return _quantized_weight(c.w, E, N, K, block_scales(E, N, K), c.columnwise, c.rowwise)
 

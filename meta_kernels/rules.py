@@ -223,6 +223,18 @@ class Rules:
         self.count(name, "rows in all", E * N)
         return E, N, K
 
+    def mxfp4_dim(self, N: int, K: int) -> None:
+        """Blocks of MXFP4 run along K, along N or not at all, and that is whole blocks."""
+        dim = self.arguments["mxfp4_dim"]
+        if dim is None:
+            return
+        self.check(dim in (-1, -2), lambda: f"mxfp4_dim must be None, -1 or -2, got {dim}")
+        name, size = ("K", K) if dim == -1 else ("N", N)
+        self.check(
+            size % MX_BLOCK == 0,
+            lambda: f"{name} must be a multiple of {MX_BLOCK} with mxfp4_dim={dim}, got {size}",
+        )
+
     def weight_list(self) -> tuple[int, int, int]:
         """W is E tensors [N, K] of an activation dtype; E, N and K."""
         self.experts("w")

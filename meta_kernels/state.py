@@ -39,6 +39,12 @@ def refresh_weight_(rules: Rules, c: Any) -> None:
     """q [E, N, K], scale [E, ceil(N/B), ceil(K/B)] and q_t [E, K, N], written in place."""
     E, N, K = _check_weight(rules, c)
     rules.epsilon()
+    rules.mxfp4_dim(N, K)
+    is_list = c.w[0].dim() == 2
+    rules.check(
+        c.mxfp4_dim is None or not is_list,
+        lambda: "mxfp4_dim needs w as one tensor, got a list",
+    )
     _check_written(rules, E, N, K, block_scales(E, N, K))
 
 
@@ -122,6 +128,7 @@ def adam_weight_(rules: Rules, c: Any) -> None:
     rules.finite("weight_decay")
     rules.finite("eps")
     rules.epsilon()
+    rules.mxfp4_dim(N, K)
 
 
 def _check_beta(rules: Rules, name: str, beta: float) -> None:

@@ -15,15 +15,15 @@ from support.tensors import BF16
 # How many rules of each op the changes break. A rule that is gone from Python and C++ alike is seen
 # by this alone: whoever adds or drops one changes the number.
 NUMBERS = """
-adam_weight_ 47, addmm 12, block_scaled_linear 18, block_scaled_linear_grad 30, dequantize_mxfp4
+adam_weight_ 49, addmm 12, block_scaled_linear 18, block_scaled_linear_grad 30, dequantize_mxfp4
 12, gather_dot 10, gather_sum 12, group_dequantize 11, group_dequantize_t 14, group_quantize 10,
 group_quantize_current 9, group_quantize_delayed 15, group_quantize_mx 7, group_quantize_swiglu
 13, group_quantize_swiglu_grad 20, group_round_mx 7, grouped_bias_grad 6, grouped_mm 31,
 grouped_mm_list 22, grouped_mm_mxfp4 42, grouped_mm_swiglu 23, grouped_mm_swiglu_grad 27,
 grouped_mm_wgrad 19, grouped_mm_wgrad_ 26, grouped_mm_wgrad_list_ 29, grouped_scaled_mm 43,
 grouped_scaled_mm_wgrad 23, grouped_scaled_mm_wgrad_ 30, grouped_scaled_mm_wgrad_list_ 31,
-quantize_mxfp4 5, quantize_weight 7, quantize_weight_current 6, quantize_weight_delayed 12,
-quantize_weight_list 9, refresh_weight_ 22, refresh_weight_current_ 23, refresh_weight_delayed_
+quantize_mxfp4 5, quantize_weight 9, quantize_weight_current 6, quantize_weight_delayed 12,
+quantize_weight_list 9, refresh_weight_ 25, refresh_weight_current_ 23, refresh_weight_delayed_
 29, refresh_weight_mx_ 18, scatter_rows 7, sort_by_expert 3, splits_to_offsets 8, swiglu 11,
 swiglu_grad 18, topk_experts 9, topk_experts_grad 13, transpose_weight 5, update_scales_ 17
 """

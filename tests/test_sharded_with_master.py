@@ -48,7 +48,7 @@ from support.fresh import assert_fresh, rounded
 from support.hugging_face import tiny
 from support.processes import PROCESSES, Checks, Passes, device
 
-E, T, H, F = 4, 40, 32, 144
+E, T, H, F = 4, 40, 32, 160
 BF16, FP32 = torch.bfloat16, torch.float32
 COUNTS = torch.tensor([15, 0, 20, 5])
 
@@ -56,6 +56,7 @@ COUNTS = torch.tensor([15, 0, 20, 5])
 RECIPES = {
     "block": Float8BlockScaling(),
     "current": Float8CurrentScaling(),
+    "qat": Float8BlockScaling(qat="mxfp4"),
     "own": Recipe(weight=Format(quantize=rounded)),
 }
 
@@ -342,7 +343,7 @@ def check_distributed_tensors(rank: int, directory: Path) -> None:
     for experts in (E, 3):
         for recipe in RECIPES.values():
             torch.manual_seed(rank)
-            w = torch.randn(experts, F, H).to(device(), BF16)
+            w = torch.randn(experts, 144, H).to(device(), BF16)
             whole = GroupedTensorWithMaster.quantize(w, recipe)
             plain, kept = (distribute_tensor(t, mesh, [Shard(0)]) for t in (w, whole))
             assert_same_bits(kept.full_tensor(), plain.full_tensor())

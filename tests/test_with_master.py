@@ -45,10 +45,14 @@ from support.errors import sentence
 from support.fresh import assert_fresh, rounded
 from support.pairs import pairwise
 
-E, N, K = 3, 144, 272
+E, N, K = 3, 144, 288
 aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
-RECIPES = {"block": Float8BlockScaling(), "current": Float8CurrentScaling()}
+RECIPES = {
+    "block": Float8BlockScaling(),
+    "current": Float8CurrentScaling(),
+    "qat": Float8BlockScaling(qat="mxfp4"),
+}
 DTYPES = {"bf16": BF16, "fp32": FP32, "fp16": torch.float16}
 
 

@@ -44,11 +44,22 @@ void check_finite(const char* op, const char* name, double number) {
         " must be finite, got ", number);
 }
 
+// Along which dimension blocks of MXFP4 run, if any.
+void check_mxfp4_dim(const char* op, std::optional<int64_t> dim, int64_t N, int64_t K) {
+  if (!dim) return;
+  check(*dim == -1 || *dim == -2, op, ": mxfp4_dim must be None, -1 or -2, got ", *dim);
+  const int64_t size = *dim == -1 ? K : N;
+  check(size % kMxBlock == 0, op, ": ", *dim == -1 ? "K" : "N", " must be a multiple of ", kMxBlock,
+        " with mxfp4_dim=", *dim, ", got ", size);
+}
+
 }  // namespace
 
-void check_quantize_weight(const char* op, const Tensor& w, double amax_epsilon) {
+void check_quantize_weight(const char* op, const Tensor& w, double amax_epsilon,
+                           std::optional<int64_t> mxfp4_dim) {
   check_weight(op, w);
   check_epsilon(op, amax_epsilon);
+  check_mxfp4_dim(op, mxfp4_dim, w.size(1), w.size(2));
 }
 
 void check_quantize_weight_list(const std::vector<Tensor>& w, double amax_epsilon) {
@@ -67,10 +78,12 @@ void check_quantize_weight_delayed(const std::optional<Tensor>& amax, const Tens
 
 void check_refresh_weight(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
                           const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
-                          double amax_epsilon) {
+                          double amax_epsilon, std::optional<int64_t> mxfp4_dim) {
   const char* op = "refresh_weight_";
   const auto [E, N, K] = check_refreshed(op, w, refresh);
   check_epsilon(op, amax_epsilon);
+  check_mxfp4_dim(op, mxfp4_dim, N, K);
+  check(!mxfp4_dim || w[0].dim() == 3, op, ": mxfp4_dim needs w as one tensor, got a list");
   check_written(op, "q", q, ScalarType::Float8_e4m3fn, {E, N, K}, w[0]);
   check_written(op, "scale", scale, ScalarType::Float,
                 {E, ceil_div(N, kBlock), ceil_div(K, kBlock)}, w[0]);
@@ -127,7 +140,8 @@ void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional
                        const Tensor& step, const std::optional<Tensor>& lr_tensor,
                        const std::optional<Tensor>& grad_scale,
                        const std::optional<Tensor>& found_inf, double lr, double beta1,
-                       double beta2, double weight_decay, double eps, double amax_epsilon) {
+                       double beta2, double weight_decay, double eps, double amax_epsilon,
+                       std::optional<int64_t> mxfp4_dim) {
   const char* op = "adam_weight_";
   check_dim(op, "q", q, 3);
   check_dtype(op, "q", q, ScalarType::Float8_e4m3fn);
@@ -161,6 +175,7 @@ void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional
   check_finite(op, "weight_decay", weight_decay);
   check_finite(op, "eps", eps);
   check_epsilon(op, amax_epsilon);
+  check_mxfp4_dim(op, mxfp4_dim, N, K);
 }
 
 void check_update_scales(const std::vector<Tensor>& scale, const std::vector<Tensor>& amax,

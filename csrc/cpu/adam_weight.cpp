@@ -39,10 +39,10 @@ void adam_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tens
                   const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
                   double lr, double beta1, double beta2, double weight_decay, double eps,
                   bool decoupled_weight_decay, bool maximize, double amax_epsilon,
-                  bool power_of_two_scales) {
+                  bool power_of_two_scales, std::optional<int64_t> mxfp4_dim) {
   check_adam_weight(q, scale, q_t, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step_in,
                     lr_tensor, grad_scale, found_inf, lr, beta1, beta2, weight_decay, eps,
-                    amax_epsilon);
+                    amax_epsilon, mxfp4_dim);
   if (found_inf && value_of(*found_inf) != 0) return;
 
   const AdamOptions options{lr, beta1, beta2, weight_decay, eps, decoupled_weight_decay, maximize};
@@ -91,9 +91,14 @@ void adam_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tens
         amax = std::max(amax, finite_amax(w_row, ScalarType::Float, cols));
       }
 
-      const BlockScale block = block_scale(amax, rule);
-      scales[tile] = block.scale;
-      for (int64_t r = 0; r < rows; ++r) encode(&w[r * kBlock], cols, block.factor, bytes.bytes[r]);
+      if (mxfp4_dim) {
+        scales[tile] = encode_mxfp4(w.data(), rows, cols, *mxfp4_dim, bytes);
+      } else {
+        const BlockScale block = block_scale(amax, rule);
+        scales[tile] = block.scale;
+        for (int64_t r = 0; r < rows; ++r)
+          encode(&w[r * kBlock], cols, block.factor, bytes.bytes[r]);
+      }
       bytes.store({codes + first, K}, rows, cols);
       if (codes_t) bytes.store_transposed({codes_t + (e * K + k) * N + n, N}, rows, rows, cols);
     }

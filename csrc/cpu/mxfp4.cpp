@@ -8,7 +8,9 @@
 #include <algorithm>
 
 #include "checks.h"
+#include "cpu/fp8.h"
 #include "cpu/gemm_operands.h"
+#include "cpu/tiles.h"
 #include "gemm_ops.h"
 #include "mxfp4_math.h"
 #include "ops.h"
@@ -116,7 +118,48 @@ struct E4m3Expert {
   }
 };
 
+uint32_t magnitude(float x) { return exact::bits_of(x) & kMagnitude; }
+
+GROUPED_LINEAR_EVERY_WIDTH void raise_amax(const float* w, int64_t n, uint32_t* amax) {
+  for (int64_t c = 0; c < n; ++c) amax[c] = std::max(amax[c], magnitude(w[c]));
+}
+GROUPED_LINEAR_EVERY_WIDTH void encode_row(const float* w, int64_t n, float factor,
+                                           const uint32_t* one_fields, uint8_t* codes) {
+  for (int64_t c = 0; c < n; ++c)
+    codes[c] = static_cast<uint8_t>(quantize<E4m3>(mxfp4::round(w[c] * factor, one_fields[c]), 1));
+}
+
 }  // namespace
+
+float encode_mxfp4(const float* w, int64_t rows, int64_t cols, int64_t dim, ByteTile& bytes) {
+  // As magnitudes, a NaN the largest; then as scales. [128][128], of a row's block at its start.
+  std::vector<uint32_t> scales(kBlock * kBlock);
+  const int64_t height = dim == -1 ? 1 : kMxBlock;
+  for (int64_t r = 0; r < rows; ++r) {
+    uint32_t* of_row = &scales[r / height * height * kBlock];
+    raise_amax(w + r * kBlock, cols, of_row);
+    for (int64_t c = 0; dim == -1 && c < cols; c += kMxBlock)
+      std::fill_n(of_row + c, kMxBlock, *std::max_element(of_row + c, of_row + c + kMxBlock));
+  }
+  uint32_t largest = 0;
+  for (int64_t r = 0; r < rows; r += height)
+    for (int64_t c = 0; c < cols; ++c) {
+      uint32_t& scale = scales[r * kBlock + c];
+      scale = mxfp4::scale_of(exact::from_bits(scale));
+      if (scale != mxfp4::kNanScale) largest = std::max(largest, scale);
+    }
+  const uint32_t field = mxfp4::factor_field(largest);
+  uint32_t one_fields[kBlock];
+  for (int64_t r = 0; r < rows; ++r) {
+    const uint32_t* of_row = &scales[r / height * height * kBlock];
+    for (int64_t c = 0; r % height == 0 && c < cols; ++c)
+      one_fields[c] = mxfp4::one_field(of_row[c], field);
+    encode_row(w + r * kBlock, cols, exact::from_bits(field << 23), one_fields, bytes.bytes[r]);
+    for (int64_t c = 0; c < cols; ++c)
+      if (of_row[c] == mxfp4::kNanScale) bytes.bytes[r][c] = kE4m3Nan;
+  }
+  return exact::from_bits((254 - field) << 23);
+}
 
 std::tuple<Tensor, Tensor> quantize_mxfp4(const Tensor& w_in) {
   check_quantize_mxfp4(w_in);

@@ -30,16 +30,33 @@ struct WeightTargets : TileTargets {
 };
 
 // q, q_t: null if they are not requested.
-void quantize(const GroupedRows& rows, ScaleRule rule, uint8_t* q, const Tensor& scale,
-              uint8_t* q_t) {
+void quantize(const GroupedRows& rows, ScaleRule rule, std::optional<int64_t> mxfp4_dim, uint8_t* q,
+              const Tensor& scale, uint8_t* q_t) {
   const WeightTargets targets{
       {rows.features, q, q_t, rows.expert_rows}, rule, static_cast<float*>(scale.data_ptr())};
-  quantize_tiles(rows.dtype, rows.blocks, targets, rows.reader());
+  if (!mxfp4_dim) return quantize_tiles(rows.dtype, rows.blocks, targets, rows.reader());
+  const int64_t col_blocks = ceil_div(rows.features, kBlock);
+  const auto tiles = static_cast<int64_t>(rows.blocks.size()) * col_blocks;
+  torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> w(kBlock * kBlock);
+    ByteTile bytes;
+    for (int64_t i = begin; i < end; ++i) {
+      const RowBlock& block = rows.blocks[i / col_blocks];
+      const int64_t col = i % col_blocks * kBlock, cols = std::min(kBlock, rows.features - col);
+      const int64_t count = block.end - block.begin;
+      for (int64_t r = 0; r < count; ++r)
+        load_row(rows.row(block, r) + col * rows.element, rows.dtype, cols, &w[r * kBlock]);
+      targets.scale[i] = encode_mxfp4(w.data(), count, cols, *mxfp4_dim, bytes);
+      if (q) targets.store(bytes, block, col, cols);
+      if (q_t) targets.store_transposed(bytes, block, col, cols, count);
+    }
+  });
 }
 
 std::tuple<Tensor, Tensor, Tensor> quantize_new(const std::vector<Tensor>& w, double amax_epsilon,
                                                 bool power_of_two_scales, bool columnwise,
-                                                bool rowwise) {
+                                                bool rowwise = true,
+                                                std::optional<int64_t> mxfp4_dim = std::nullopt) {
   const GroupedRows rows(w);
   const int64_t E = rows.groups, N = rows.expert_rows, K = rows.features;
   constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn;
@@ -47,7 +64,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_new(const std::vector<Tensor>& w, do
   const Tensor scale =
       new_output(w[0], {E, ceil_div(N, kBlock), ceil_div(K, kBlock)}, ScalarType::Float);
   const Tensor q_t = output_if(columnwise, w[0], {E, K, N}, e4m3);
-  quantize(rows, {static_cast<float>(amax_epsilon), power_of_two_scales},
+  quantize(rows, {static_cast<float>(amax_epsilon), power_of_two_scales}, mxfp4_dim,
            pointer_if<uint8_t>(rowwise, q), scale, pointer_if<uint8_t>(columnwise, q_t));
   return {q, scale, q_t};
 }
@@ -56,25 +73,26 @@ std::tuple<Tensor, Tensor, Tensor> quantize_new(const std::vector<Tensor>& w, do
 
 std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w, double amax_epsilon,
                                                    bool power_of_two_scales, bool columnwise,
-                                                   bool rowwise) {
-  check_quantize_weight("quantize_weight", w, amax_epsilon);
+                                                   bool rowwise, std::optional<int64_t> mxfp4_dim) {
+  check_quantize_weight("quantize_weight", w, amax_epsilon, mxfp4_dim);
   check_layouts("quantize_weight", rowwise, columnwise);
-  return quantize_new({w}, amax_epsilon, power_of_two_scales, columnwise, rowwise);
+  return quantize_new({w}, amax_epsilon, power_of_two_scales, columnwise, rowwise, mxfp4_dim);
 }
 
 std::tuple<Tensor, Tensor, Tensor> quantize_weight_list(const std::vector<Tensor>& w,
                                                         double amax_epsilon,
                                                         bool power_of_two_scales, bool columnwise) {
   check_quantize_weight_list(w, amax_epsilon);
-  return quantize_new(w, amax_epsilon, power_of_two_scales, columnwise, true);
+  return quantize_new(w, amax_epsilon, power_of_two_scales, columnwise);
 }
 
 void refresh_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
                      const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
-                     double amax_epsilon, bool power_of_two_scales) {
-  check_refresh_weight(w, refresh, q, scale, q_t, amax_epsilon);
+                     double amax_epsilon, bool power_of_two_scales,
+                     std::optional<int64_t> mxfp4_dim) {
+  check_refresh_weight(w, refresh, q, scale, q_t, amax_epsilon, mxfp4_dim);
   if (refresh && !*refresh->const_data_ptr<bool>()) return;
-  quantize(GroupedRows(w), {static_cast<float>(amax_epsilon), power_of_two_scales},
+  quantize(GroupedRows(w), {static_cast<float>(amax_epsilon), power_of_two_scales}, mxfp4_dim,
            static_cast<uint8_t*>(q.data_ptr()), scale, pointer_if<uint8_t>(q_t));
 }
 
@@ -105,7 +123,7 @@ void quantize_rows_and_weight(const Tensor& x, const Tensor& offs, const Tensor&
                               const QuantizedWeight& w_out) {
   quantize_rows(x, offs, amax_epsilon, power_of_two_scales, x_out);
   refresh_weight_(w_out.q, w_out.scale, w_out.q_t, {w}, std::nullopt, amax_epsilon,
-                  power_of_two_scales);
+                  power_of_two_scales, std::nullopt);
 }
 
 }  // namespace grouped_linear::cpu

@@ -125,6 +125,8 @@ class Rounded:
         format = self.rounds_to
         if format.quantize is not None:
             return format.quantize(t, offs_E, layouts)
+        if format.scaling is None and format.qat is not None:
+            return ops.dequantize_mxfp4(*ops.quantize_mxfp4(t), t.dtype)
         if format.scaling is None:
             return t if format.dtype is None else t.to(format.dtype).to(t.dtype)
         return self._weight(t) if offs_E is None else self._rows(t, offs_E, layouts)
@@ -137,7 +139,7 @@ class Rounded:
             return Operands(made.rowwise.view(E, N, K), None, made.columnwise.view(E, N, K))
         in_blocks = format.scaling == "block"
         quantize: Any = ops.quantize_weight if in_blocks else ops.quantize_weight_current
-        made = quantize(w_ENK.contiguous(), columnwise=False, **format.scale_options)
+        made = quantize(w_ENK.contiguous(), columnwise=False, **format.weight_options)
         return times_scales(made.q, made.scale).to(w_ENK.dtype)
 
     def _rows(self, t_TK: Tensor, offs_E: Tensor, layouts: Layouts) -> Operands:

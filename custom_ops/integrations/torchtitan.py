@@ -231,9 +231,9 @@ def plan(module: Any, form: Form, name: str, request: Request) -> Write:
         )
     if weights is not None:
         check_replaceable(where, module, form.weights)
-        for name in form.weights:
-            K = module.get_parameter(name).size(-1)
-            check_mx_blocks(where, weights, **{f"in_features of {name}": K})
+    for name in form.weights:
+        K = module.get_parameter(name).size(-1)
+        check_mx_blocks(where, recipe, weights, **{f"in_features of {name}": K})
 
     def write(changes: Changes) -> None:
         convert_class(module, form.kind)

@@ -207,6 +207,9 @@ def plan(experts: Any, name: str, request: Request) -> Write:
             check_sizes(where, w, list(kept.stand_in.shape))
     if weights is not None:
         check_replaceable(where, experts, names)
+    for w in names if kept_as is None else ():
+        K = getattr(experts, w).size(-2 if experts.is_transposed else -1)
+        check_mx_blocks(where, request.recipe, weights, **{f"in_features of {w}": K})
     if weights == "both":
         _check_can_keep_both(where, experts)
     freezes = weights in STORAGES and not frozen_of(experts)
@@ -219,7 +222,7 @@ def plan(experts: Any, name: str, request: Request) -> Write:
             p: Any = getattr(experts, w)
             if weights == "both":
                 if not isinstance(p, GroupedTensorWithMaster) or p.recipe.weight != weight_format:
-                    keep_both(changes, experts, w, request.recipe)
+                    keep_both(changes, experts, w, own)
             elif freezes:
                 dtype = dtype_of_kept(experts, w)
                 if isinstance(experts, FP8Experts):  # in the memory that they have
@@ -228,7 +231,10 @@ def plan(experts: Any, name: str, request: Request) -> Write:
                     p = p.mT
                 freeze(changes, experts, w, p, request, dtype)
 
-    weight_format = None if request.recipe is None else request.recipe.weight
+    own = request.recipe  # of a weight as it is kept
+    if own is not None and experts.is_transposed:
+        own = own.transposed
+    weight_format = None if own is None else own.weight
     return write
 
 
@@ -337,9 +343,6 @@ def _check_can_freeze(where: str, experts: Any, request: Request) -> None:
         )
     for name in weight_names(experts):
         w = getattr(experts, name)
-        if not isinstance(experts, FP8Experts):
-            K = w.size(-2 if experts.is_transposed else -1)
-            check_mx_blocks(where, request.weights, **{f"in_features of {name}": K})
         if w.is_meta:
             reason = "is on the meta device, it has no numbers yet: load the checkpoint before"
             if hasattr(experts, "_hf_hook"):
@@ -457,7 +460,7 @@ def _operand(
     stored: Tensor = getattr(experts, name)
     if not experts.is_transposed:
         return stored, None
-    beside = stored_weight("grouped_linear", stored, recipe or UNQUANTIZED)
+    beside = stored_weight("grouped_linear", stored, (recipe or UNQUANTIZED).transposed)
     if beside is None or beside.scale is None:  # a format of one's own is of [E, N, K]
         return stored.transpose(1, 2), None
     q, scale, q_t = beside

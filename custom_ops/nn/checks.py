@@ -66,12 +66,15 @@ def check_features(layer: str, **features: int) -> None:
             )
 
 
-def check_mx_blocks(layer: str, weights: Any, **features: int) -> None:
+def check_mx_blocks(layer: str, recipe: Recipe | None, weights: Any, **features: int) -> None:
     """Raise ValueError for in_features of a weight in MXFP4 that are no whole blocks."""
+    learns = recipe is not None and recipe.weight.qat == "mxfp4"
     for name, size in features.items():
-        if weights == "mxfp4" and size % MX_BLOCK:
+        if (learns or weights == "mxfp4") and size % MX_BLOCK:
+            option = "qat" if learns else "weights"
             raise ValueError(
-                f"{layer}: {name} must be a multiple of {MX_BLOCK} with weights='mxfp4', got {size}"
+                f"{layer}: {name} must be a multiple of {MX_BLOCK} with {option}='mxfp4', got "
+                f"{size}"
             )
 
 

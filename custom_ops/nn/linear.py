@@ -112,7 +112,7 @@ class GroupedLinear(GroupedLayer):
         self._set_options(
             "GroupedLinear", recipe, weights, cache_weights, fuse_wgrad_accumulation, dtype
         )
-        check_mx_blocks("GroupedLinear", weights, in_features=in_features)
+        check_mx_blocks("GroupedLinear", recipe, weights, in_features=in_features)
         check_lora("GroupedLinear", lora)
         self.num_experts, self._has_bias = num_experts, bias
         self.in_features, self.out_features = in_features, out_features

@@ -127,7 +127,7 @@ class GroupedMLP(GroupedLayer):
         self._set_options(
             "GroupedMLP", recipe, weights, cache_weights, fuse_wgrad_accumulation, dtype
         )
-        check_mx_blocks("GroupedMLP", weights, **sizes)
+        check_mx_blocks("GroupedMLP", recipe, weights, **sizes)
         adapters = _adapters_of(lora)
         self.num_experts = num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size

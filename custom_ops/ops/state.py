@@ -21,6 +21,7 @@ def refresh_weight_(
     *,
     amax_epsilon: float = 0,
     power_of_two_scales: bool = True,
+    mxfp4_dim: int | None = None,
 ) -> None:
     """Quantize a weight into the tensors of an earlier :func:`quantize_weight`.
 
@@ -32,6 +33,7 @@ def refresh_weight_(
         refresh: a bool tensor of no dimensions on w's device, which the kernel reads. If it is
             false, no byte changes. None always refreshes.
         amax_epsilon, power_of_two_scales: see :func:`quantize_weight`.
+        mxfp4_dim: see :func:`quantize_weight`; w is then one tensor.
 
     >>> import torch
     >>> from grouped_linear.ops import quantize_weight
@@ -43,7 +45,8 @@ def refresh_weight_(
     0.00390625
     0.03125
     """
-    OPS.refresh_weight_(q, scale, q_t, _experts(w), refresh, amax_epsilon, power_of_two_scales)
+    scaling = amax_epsilon, power_of_two_scales, mxfp4_dim
+    OPS.refresh_weight_(q, scale, q_t, _experts(w), refresh, *scaling)
 
 
 def refresh_weight_current_(
@@ -185,6 +188,7 @@ def adam_weight_(
     maximize: bool = False,
     amax_epsilon: float = 0,
     power_of_two_scales: bool = True,
+    mxfp4_dim: int | None = None,
 ) -> None:
     """Take a step of AdamW or Adam over a weight and its FP8 numbers, in one pass.
 
@@ -211,7 +215,7 @@ def adam_weight_(
         lr, beta1, beta2, weight_decay, eps: see the formula; 0 <= beta < 1.
         decoupled_weight_decay: AdamW's weight decay instead of Adam's.
         maximize: take -grad for g.
-        amax_epsilon, power_of_two_scales: see :func:`quantize_weight`.
+        amax_epsilon, power_of_two_scales, mxfp4_dim: see :func:`quantize_weight`.
 
     >>> import torch
     >>> from grouped_linear.ops import quantize_weight
@@ -225,7 +229,7 @@ def adam_weight_(
     weight, state = (q, scale, q_t, master), (exp_avg, exp_avg_sq, max_exp_avg_sq, step)
     numbers = lr, beta1, beta2, weight_decay, eps
     flags = decoupled_weight_decay, maximize
-    scaling = amax_epsilon, power_of_two_scales
+    scaling = amax_epsilon, power_of_two_scales, mxfp4_dim
     OPS.adam_weight_(
         *weight, grad, *state, lr_tensor, grad_scale, found_inf, *numbers, *flags, *scaling
     )

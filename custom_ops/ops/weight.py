@@ -32,6 +32,7 @@ def quantize_weight(
     power_of_two_scales: bool = True,
     columnwise: bool = True,
     rowwise: bool = True,
+    mxfp4_dim: int | None = None,
 ) -> WeightQuantized:
     """Quantize a packed weight to e4m3 in 128x128 blocks, both layouts in one pass.
 
@@ -44,13 +45,18 @@ def quantize_weight(
         power_of_two_scales: make scales powers of two.
         columnwise: return q_t, which dgrad reads.
         rowwise: return q, which fprop reads. At least one layout must be requested.
+        mxfp4_dim: quantize the numbers of :func:`quantize_mxfp4`, whose blocks of 32 run along this
+            dimension of w: -1, or -2 of a weight that is stored as [E, K, N]. q and scale are then
+            what :func:`grouped_mm_mxfp4` makes of its codes beside a in e4m3, whatever the options
+            of scales are. (Scales are at least 2^-126, which only weights below 2^-117 reach.)
 
     >>> import torch
     >>> quantized = quantize_weight(torch.randn(2, 32, 144))
     >>> quantized.scale.shape, quantized.q_t.shape
     (torch.Size([2, 1, 2]), torch.Size([2, 144, 32]))
     """
-    q, scale, q_t = OPS.quantize_weight(w, amax_epsilon, power_of_two_scales, columnwise, rowwise)
+    options = amax_epsilon, power_of_two_scales, columnwise, rowwise, mxfp4_dim
+    q, scale, q_t = OPS.quantize_weight(w, *options)
     return WeightQuantized(q if rowwise else None, scale, q_t if columnwise else None)
 
 

@@ -63,6 +63,8 @@ def check_weights_kept(
         raise ValueError(
             f"{owner}: weights must be None, 'both', 'fp8' or 'mxfp4', got {weights!r}"
         )
+    if weights == "fp8" and recipe is not None and recipe.weight.qat is not None:
+        raise ValueError(f"{owner}: weights='fp8' is frozen and learns in no format: leave qat out")
     can = weights in (None, "mxfp4") if recipe is None else recipe.keeps_weights_as(weights)
     if weights is not None and not can:
         raise ValueError(f"{owner}: weights={weights!r} needs {NEEDS[weights]}, got {recipe!r}")

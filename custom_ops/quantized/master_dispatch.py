@@ -370,7 +370,7 @@ def _step(w: Any, others: list[Any], options: dict[str, Any]) -> None:
     dense = grad.contiguous()
     q, scale, q_t, master = map(_experts, (w.q, w.scale, w.q_t, w.master))
     g, m, v, max_v = map(_experts, (dense, exp_avg, exp_avg_sq, max_exp_avg_sq))
-    options = w.recipe.weight.scale_options | options
+    options = w.recipe.weight.weight_options | options
     ops.adam_weight_(q, scale, q_t, master, g, m, v, max_v, _scalar(step), **options)
     if dense is not grad and options["grad_scale"] is not None:
         grad.copy_(dense)

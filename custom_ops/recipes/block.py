@@ -2,6 +2,7 @@
 """FP8 with one scale a block: the recipe that Hopper's kernels are made for, and MXFP8."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -41,6 +42,11 @@ class Float8BlockScaling(Recipe):
             columnwise copy in FP8, and quantizes x and dy rowwise only. Under FP8 a GroupedMLP with
             at most 256 intermediate features computes the down projection's in the dtype of 16-bit
             tokens all the same, which is faster.
+        qat: ``"mxfp4"`` trains weights in the four bits in which they are served, which is called
+            quantization-aware training: a weight that learns is rounded to MXFP4 first, as
+            :func:`grouped_linear.ops.quantize_mxfp4` does, in the pass that quantizes it. The
+            gradient reaches it as if it had not been rounded. y and dx are, bit for bit, those of
+            ``weights="mxfp4"`` of the same numbers. in_features must be multiples of 32.
         requantize_weights: quantize weights for dgrad again in the backward, instead of keeping the
             transposed one from the forward on: a byte for each number, of all layers at once, under
             FSDP2 of whole layers. Weights that are cached or stored in FP8 are read as they are.
@@ -65,6 +71,7 @@ class Float8BlockScaling(Recipe):
     amax_epsilon: float = 0
     share_x_scales: bool = True
     wgrad: torch.dtype = E4M3
+    qat: Literal["mxfp4"] | None = field(default=None, kw_only=True)
     requantize_weights: bool = field(default=False, kw_only=True)
     freezes_weights_as = ("fp8", "mxfp4")
 
@@ -82,7 +89,7 @@ class Float8BlockScaling(Recipe):
         wgrad = None if self.wgrad is E4M3 else self.wgrad
         set_field = object.__setattr__  # the dataclass is frozen
         set_field(self, "input", Format(E4M3, "block", *options, self.share_x_scales, wgrad))
-        set_field(self, "weight", Format(E4M3, "block", *options))
+        set_field(self, "weight", Format(E4M3, "block", *options, qat=self.qat))
         set_field(self, "grad_output", Format(E4M3, "block", *options, wgrad_dtype=wgrad))
         super().__post_init__()
 

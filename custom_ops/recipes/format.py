@@ -138,6 +138,12 @@ class Format:
             next to no precision; see :class:`grouped_linear.Float8BlockScaling`.
         wgrad_dtype: multiply the tensor itself in wgrad, cast to this 16-bit dtype. None: what
             wgrad multiplies is in this format, too.
+        qat: ``"mxfp4"`` multiplies a weight that learns by its numbers in MXFP4, see
+            :func:`grouped_linear.ops.quantize_mxfp4`: with the scaling ``"block"`` in FP8, exactly
+            (:class:`grouped_linear.Float8BlockScaling`), without one beside 16 bits or float32. The
+            gradient reaches the weight as if it had not been rounded.
+        qat_dim: along which dimension of the weight its blocks run: -1, or -2 of one that is kept
+            as [E, K, N].
         quantize: a function in place of all of these but ``wgrad_dtype``, called as
             ``quantize(t, offs, layouts)``: t [T, K] with the group ends offs [E] int32, or a weight
             t [E, N, K] with offs None. It returns a tensor that stands for both layouts, or
@@ -170,6 +176,8 @@ class Format:
     amax_epsilon: float = 0
     share_scales: bool = False
     wgrad_dtype: torch.dtype | None = None
+    qat: Literal["mxfp4"] | None = None
+    qat_dim: int = -1
     quantize: Callable[[Tensor, Tensor | None, Layouts], Operands | Tensor] | None = None
     state: Any = None
     records: bool = True
@@ -197,6 +205,16 @@ class Format:
             raise ValueError(
                 "Format: wgrad_dtype must be None, bfloat16 or float16, "
                 f"got {shown(self.wgrad_dtype)}"
+            )
+        if self.qat not in (None, "mxfp4") or self.qat_dim not in (-1, -2):
+            raise ValueError(
+                "Format: qat must be None or 'mxfp4' and qat_dim -1 or -2, "
+                f"got {self.qat!r} and {self.qat_dim!r}"
+            )
+        alone = (self.scaling, self.dtype, self.quantize) == (None, None, None)
+        if self.qat is not None and not (alone or self.scaling == "block"):
+            raise ValueError(
+                "Format: qat goes with scaling 'block' or stands alone, without dtype and quantize"
             )
         if self.quantize is not None and not callable(self.quantize):
             raise ValueError(f"Format: quantize must be a function, got {self.quantize!r}")
@@ -251,6 +269,12 @@ class Format:
         """The options of quantizing ops. Hot paths name both: a dict takes half a microsecond."""
         return {"amax_epsilon": self.epsilon, "power_of_two_scales": self.power_of_two_scales}
 
+    @property
+    def weight_options(self) -> dict[str, Any]:
+        """The options of ops that quantize a weight in this format."""
+        options = self.scale_options
+        return options if self.qat is None else options | {"mxfp4_dim": self.qat_dim}
+
     def scale_and_amax(self, again: bool = False) -> tuple[Tensor, Tensor | None]:
         """Delayed scaling's scale, and the amax to record in, unless the tensor was seen before."""
         return self.state.scale, self.state.amax if self.records and not again else None
@@ -261,12 +285,13 @@ class Format:
 
         Where it may not, the layer demands one dtype, and casts the weight under torch.autocast.
         """
-        return self.scaling is not None
+        return self.scaling is not None or self.qat is not None
 
     @property
     def changes_nothing(self) -> bool:
         """Whether the tensor stays as it is."""
-        return self.scaling is None and self.dtype is None and self.quantize is None
+        changes = self.scaling, self.dtype, self.quantize, self.qat
+        return changes == (None, None, None, None)
 
     @property
     def in_blocks(self) -> bool:

@@ -65,12 +65,17 @@ def quantize_weight(weights: WeightList, format: Format, layouts: Layouts) -> Op
 
     The rowwise operand may be there in any case.
     """
+    if format.qat is not None and weights[0].dim() == 2:
+        weights = (torch.stack(weights),)
     is_list, rowwise, columnwise = weights[0].dim() == 2, layouts.rowwise, layouts.columnwise
+    if format.qat is not None and format.scaling is None:
+        codes, of_codes = ops.quantize_mxfp4(weights[0])
+        return with_shared_scale(codes, of_codes, codes if columnwise else None)
     if format.scaling is None and format.quantize is None:
         cast = weights if format.dtype is None else tuple(w.to(format.dtype) for w in weights)
         w = cast if is_list else cast[0]
         return Operands(w, None, w if columnwise else None)
-    options = format.scale_options
+    options = format.weight_options
     if format.scaling == "block" and is_list:
         made = ops.quantize_weight_list(weights, columnwise=columnwise, **options)
         return with_shared_scale(*made)
@@ -108,6 +113,8 @@ def quantize_weight(weights: WeightList, format: Format, layouts: Layouts) -> Op
         options["rowwise"] = columnwise if transposed else rowwise
     if not transposed:
         return with_shared_scale(*quantize(w_ENK, columnwise=columnwise, **options))
+    if format.qat is not None:
+        options["mxfp4_dim"] = -3 - format.qat_dim
     q_t, scale, q = quantize(w_ENK.mT, columnwise=rowwise, **options)
     if scale.dim() == 3:
         scale = scale.mT.contiguous()
@@ -192,6 +199,8 @@ def refresh_weight_(
         own, amax = format.scale_and_amax()
         ops.refresh_weight_delayed_(values, scale, columnwise, amax, weights, own, refresh)
     else:
+        if format.qat is not None and weights[0].dim() == 2:
+            weights = (torch.stack(weights),)
         in_blocks = format.scaling == "block"
         refresh_ = ops.refresh_weight_ if in_blocks else ops.refresh_weight_current_
-        refresh_(values, scale, columnwise, weights, refresh, **format.scale_options)
+        refresh_(values, scale, columnwise, weights, refresh, **format.weight_options)

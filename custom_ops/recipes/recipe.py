@@ -68,6 +68,8 @@ class Recipe:
         x, w, dy = self.input, self.weight, self.grad_output
         if w.wgrad_dtype is not None:
             raise ValueError(f"{name}: wgrad_dtype is for input and grad_output, not for weight")
+        if x.qat is not None or dy.qat is not None:
+            raise ValueError(f"{name}: qat is for weight, not for input and grad_output")
         kinds = {
             "fprop": (_kind(x), _kind(w)),
             "dgrad": (_kind(dy), _kind(w)),
@@ -87,7 +89,7 @@ class Recipe:
         plain = (
             alike and not self.requantize_weights and all(f.observer is None for f in (x, w, dy))
         )
-        one_op = in_blocks and plain
+        one_op = in_blocks and plain and w.qat is None
         in_fp8 = x.wgrad_dtype is None and dy.wgrad_dtype is None
         set_attribute = object.__setattr__  # the dataclass is frozen
         known = all(None not in both and len(set(both)) == 1 for both in kinds.values())
@@ -122,7 +124,18 @@ class Recipe:
         """Whether a layer may keep its weights in this way, "both", "fp8" or "mxfp4"."""
         if weights == "both":
             return self.weight.scaling in ("block", "group") or self.weight.quantize is not None
-        return weights in self.freezes_weights_as
+        learns_in_mxfp4 = self.weight.qat is not None
+        return weights in self.freezes_weights_as and not (weights == "fp8" and learns_in_mxfp4)
+
+    @property
+    def transposed(self) -> "Recipe":
+        """The recipe for a weight that is kept as [E, K, N], where blocks of MXFP4 run along K."""
+        w = self.weight
+        if w.qat is None:
+            return self
+        turned = replace(w, qat_dim=-3 - w.qat_dim)
+        both = self.input, turned, self.grad_output
+        return Recipe(*both, requantize_weights=self.requantize_weights)
 
     @property
     def why_rows_depend(self) -> str | None:

@@ -85,8 +85,10 @@ def transposed(q_ENK: Tensor) -> Tensor:
     return q_ENK.view(torch.uint8).transpose(1, 2).contiguous().view(q_ENK.dtype)
 
 
-def weight(w_ENK: Tensor, scaling: Scaling) -> list[Tensor]:
+def weight(w_ENK: Tensor, scaling: Scaling, mxfp4_dim: int | None = None) -> list[Tensor]:
     """q, scale and q_t under block scaling."""
+    if mxfp4_dim is not None:
+        return list(reference.quantize_weight_in_mxfp4(w_ENK, mxfp4_dim))
     return list(reference.quantize_weight(w_ENK, scaling))
 
 

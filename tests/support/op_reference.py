@@ -520,11 +520,27 @@ def dequantize_mxfp4(q: Tensor, scale: Tensor) -> Tensor:
 
 def mxfp4_in_e4m3(q: Tensor, scale: Tensor) -> Tensor:
     """What FP8 GEMMs multiply: e4m3 numbers with 2^-6 of a 128 x 128 block's largest scale."""
+    return dequantize_weight(*mxfp4_as_blocks(q, scale))
+
+
+def mxfp4_as_blocks(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """These e4m3 numbers, and a scale for each 128 x 128 block."""
     numbers = dequantize_mxfp4(q, scale)
     known = scale.double().masked_fill(scale == 255, 0)
-    for n in feature_blocks(q.size(1)):
-        for k in feature_blocks(numbers.size(2)):
+    n_blocks, k_blocks = feature_blocks(q.size(1)), feature_blocks(numbers.size(2))
+    shared = torch.zeros(len(q), len(n_blocks), len(k_blocks))
+    for i, n in enumerate(n_blocks):
+        for j, k in enumerate(k_blocks):
             of_block = known[:, n, k.start // MX_BLOCK : -(-k.stop // MX_BLOCK)]
-            shared = torch.exp2(of_block.amax((1, 2), keepdim=True) - 127 - 6)
-            numbers[:, n, k] = e4m3(numbers[:, n, k] / shared).double() * shared
-    return numbers
+            shared[:, i, j] = torch.exp2(of_block.amax((1, 2)) - 127 - 6).clamp(min=2.0**-126)
+            numbers[:, n, k] /= shared[:, i, j, None, None].double()
+    return e4m3(numbers), shared
+
+
+def quantize_weight_in_mxfp4(w: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, scale and q_t of a weight's numbers in MXFP4, whose blocks run along a dimension."""
+    if dim == -2:
+        q_t, scale, q = quantize_weight_in_mxfp4(w.mT, -1)
+        return q, scale.mT.contiguous(), q_t
+    q, scale = mxfp4_as_blocks(*quantize_mxfp4(w))
+    return q, scale, q.view(torch.uint8).mT.contiguous().view(E4M3)

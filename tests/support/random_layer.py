@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grouped_linear import GeGLU, GroupedLinear, GroupedMLP, Lora, Recipe, SquaredReLU, SwiGLU
+from grouped_linear import (
+    Float8BlockScaling,
+    Format,
+    GeGLU,
+    GroupedLinear,
+    GroupedMLP,
+    Lora,
+    Recipe,
+    SquaredReLU,
+    SwiGLU,
+)
 from support.layers import with_numbers_in_adapters
 from support.recipes import MORE_RECIPES
 
@@ -35,6 +45,13 @@ ALLOWED_IN_FP8, ALLOWED_IN_FEW_ROWS = 0.04, 0.15
 Call = Callable[[str], list[Tensor]]
 
 
+ALL = {
+    **MORE_RECIPES,
+    "qat": Float8BlockScaling(qat="mxfp4"),
+    "qat_16_bits": Recipe(weight=Format(qat="mxfp4")),
+}
+
+
 def _rows(draw: random.Random) -> int:
     return draw.choice([0, 1, draw.randint(2, 40), draw.randint(40, 300), draw.randint(300, 1500)])
 
@@ -46,7 +63,7 @@ def _sizes(draw: random.Random, E: int, T: int) -> list[int]:
 
 
 def _layer_options(draw: random.Random) -> dict[str, Any]:
-    recipe = MORE_RECIPES[draw.choice([*MORE_RECIPES])]
+    recipe = ALL[draw.choice([*ALL])]
     weights = draw.choice(WEIGHTS)
     if weights is not None and not (recipe or Recipe()).keeps_weights_as(weights):
         weights = None
@@ -58,7 +75,9 @@ def _layer_options(draw: random.Random) -> dict[str, Any]:
 
 
 def _features(draw: random.Random, options: dict[str, Any], most: int) -> int:
-    step = 32 if options["weights"] == "mxfp4" or options["recipe"] == MORE_RECIPES["mxfp8"] else 16
+    recipe = options["recipe"] or Recipe()
+    in_mx = options["weights"] == "mxfp4" or recipe.weight.qat or recipe.weight.scaling == "mx"
+    step = 32 if in_mx else 16
     return step * draw.choice([1, 2, 3, 8, 9, draw.randint(1, most // step), most // step])
 
 

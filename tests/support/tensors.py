@@ -70,6 +70,14 @@ def whole_blocks(groups: Groups) -> Groups:
     return replace(groups, K=-(-groups.K // 32) * 32)
 
 
+def mxfp4_blocks(groups: Groups, options: dict[str, Any]) -> Groups:
+    """The same groups with a dimension that MXFP4 takes where `mxfp4_dim` names one."""
+    dim = options.get("mxfp4_dim")
+    if dim is None:
+        return groups
+    return whole_blocks(groups) if dim == -1 else replace(groups, N=-(-groups.N // 32) * 32)
+
+
 def mxfp4_weight(groups: Groups, spread: int = 3) -> tuple[Tensor, Tensor]:
     """Random codes [E, N, K / 2], and scales [E, N, K / 32] that span so many powers of two."""
     E, N, K = groups.E, groups.N, whole_blocks(groups).K

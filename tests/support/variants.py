@@ -62,6 +62,11 @@ SCORES: dict[str, Options] = {
 SCORE_ERROR = 2.0**-18
 SHARED: dict[str, Options] = {"shared": {"share_scales": True}}
 EXACT: Options = {"power_of_two_scales": False, "amax_epsilon": 0.5}
+MXFP4: dict[str, Options] = {
+    "mxfp4": {"mxfp4_dim": -1},
+    "mxfp4_transposed": {"mxfp4_dim": -2},
+    "mxfp4_strided": {"mxfp4_dim": -1, "layout": "strided", "columnwise": False},
+}
 MANY_CHOICES: dict[str, Options] = {
     "many": {"C": 11, "index": torch.int32},
     "none": {"C": 0},

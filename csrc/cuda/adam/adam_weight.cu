@@ -15,10 +15,10 @@ void adam_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tens
                   const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
                   double lr, double beta1, double beta2, double weight_decay, double eps,
                   bool decoupled_weight_decay, bool maximize, double amax_epsilon,
-                  bool power_of_two_scales) {
+                  bool power_of_two_scales, std::optional<int64_t> mxfp4_dim) {
   check_adam_weight(q, scale, q_t, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step,
                     lr_tensor, grad_scale, found_inf, lr, beta1, beta2, weight_decay, eps,
-                    amax_epsilon);
+                    amax_epsilon, mxfp4_dim);
 
   const Launch launch("adam_weight_", q);
   const AdamScalars scalars{data<float>(step), data_or_null<float>(lr_tensor),
@@ -39,10 +39,13 @@ void adam_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tens
                                        mutable_data_or_null<Element>(m.used()),
                                        mutable_data_or_null<Element>(v.used()),
                                        mutable_data_or_null<Element>(max_v.used())};
-    const auto kernel =
-        max_exp_avg_sq ? adam_weight_kernel<Element, true> : adam_weight_kernel<Element, false>;
-    launch.run(kernel, static_cast<unsigned>(scale.numel()), kTileThreads, 0, tensors, scalars,
-               options, rule);
+    for_mxfp4_blocks(mxfp4_dim, [&](const auto blocks) {
+      constexpr Mxfp4 kBlocks = decltype(blocks)::value;
+      const auto kernel = max_exp_avg_sq ? adam_weight_kernel<Element, true, kBlocks>
+                                         : adam_weight_kernel<Element, false, kBlocks>;
+      launch.run(kernel, static_cast<unsigned>(scale.numel()), kTileThreads, 0, tensors, scalars,
+                 options, rule);
+    });
   });
   for (AlignedOutput* t : {&rowwise, &columnwise, &w, &g, &m, &v, &max_v}) t->copy_back();
 }

@@ -11,7 +11,7 @@
 
 #include "adam_math.h"
 #include "cuda/common/pdl.cuh"
-#include "cuda/common/transposed_tile.cuh"
+#include "cuda/quantize/weight.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -96,14 +96,13 @@ template <typename Element>
 constexpr int kAdamOccupancy = std::is_same_v<Element, float> ? 1 : kTileOccupancy<float>;
 
 // Every tensor is aligned to 16 bytes. Changes nothing where found_inf is given and not zero.
-template <typename Element, bool amsgrad>
+template <typename Element, bool amsgrad, Mxfp4 kBlocks>
 __global__ void __launch_bounds__(kTileThreads, kAdamOccupancy<Element>)
     adam_weight_kernel(AdamTensors<Element> t, AdamScalars scalars, AdamOptions options,
                        ScaleRule rule) {
   grid_dependency_wait();
   if (scalars.found_inf && *scalars.found_inf != 0) return;
   __shared__ TransposedTile transposed;
-  __shared__ uint32_t warp_amax[kTileWarps];
 
   const int N = t.N, K = t.K;
   const unsigned number = blockIdx.x;
@@ -139,27 +138,12 @@ __global__ void __launch_bounds__(kTileThreads, kAdamOccupancy<Element>)
                                        grad_scale, w.words[i]);
   }
 
-  // Before its amax is known: numbers that are not finite become NaN and count as zero.
-  uint32_t row_amax[kFragmentSize], amax = 0;
-  FragmentRow<Element> col_amax;
-  w.find_amax(row_amax, col_amax);
-#pragma unroll
-  for (int i = 0; i < kFragmentSize; ++i) amax = max(amax, row_amax[i]);
-  amax = __reduce_max_sync(kFullWarp, amax);
-  if (threadIdx.x % 32 == 0) warp_amax[threadIdx.x / 32] = amax;
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kTileWarps; ++i) amax = max(amax, warp_amax[i]);
-
-  const BlockScale tile = block_scale(Format<Element>::to_float(amax), rule);
-  if (threadIdx.x == 0) t.scale[number] = tile.scale;
   QuantizedFragment quantized;
-#pragma unroll
-  for (int i = 0; i < kFragmentSize; ++i) {
-    const uint2 bytes = w.quantize_row(i, tile.factor);
+  const float scale = quantize_fragment<kBlocks>(w, rule, [&](int i, uint2 bytes) {
     quantized.set_row(i, bytes);
     if (i < valid) *reinterpret_cast<uint2*>(t.q + first + static_cast<int64_t>(i) * K) = bytes;
-  }
+  });
+  if (threadIdx.x == 0) t.scale[number] = scale;
 
   if (!t.q_t) return;
   quantized.put_transposed(transposed);

@@ -29,7 +29,7 @@ void quantize_rows_and_weight(const Tensor& x_in, const Tensor& offs_in, const T
       !has_fused_sources(x_in.scalar_type())) {
     quantize_rows(x_in, offs_in, amax_epsilon, power_of_two_scales, of_x);
     return refresh_weight_(of_w.q, of_w.scale, of_w.q_t, {w_in}, std::nullopt, amax_epsilon,
-                           power_of_two_scales);
+                           power_of_two_scales, std::nullopt);
   }
   const Launch launch("block_scaled_linear", x_in);
   const Tensor x = with_dense_rows(x_in), offs = as_dense(offs_in), w = as_dense(w_in);

@@ -18,9 +18,10 @@ QuantizedWeight new_outputs(const Tensor& like, int64_t E, int64_t N, int64_t K,
           new_tensor(like, columnwise ? Shape{E, K, N} : Shape{0}, e4m3)};
 }
 
-// w: one tensor [E, N, K] or E of [N, K].
+// w: one tensor [E, N, K] or E of [N, K], which are in blocks of MXFP4 only if they are one tensor.
 void quantize(const Launch& launch, const std::vector<Tensor>& w_in, ScaleRule rule,
-              const std::optional<Tensor>& refresh, const QuantizedWeight& out) {
+              std::optional<int64_t> mxfp4_dim, const std::optional<Tensor>& refresh,
+              const QuantizedWeight& out) {
   std::vector<Tensor> w;
   bool vectorised = true;
   for (const Tensor& w_e : w_in) {
@@ -30,16 +31,20 @@ void quantize(const Launch& launch, const std::vector<Tensor>& w_in, ScaleRule r
   const int64_t of_n = w[0].dim() - 2;  // the dimension of out_features
   const WeightOutputs outputs = outputs_of(out, w[0].size(of_n), w[0].size(of_n + 1));
   for_element(w[0].scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
-    const auto run = [&]<typename Experts>(const Experts& experts) {
-      launch.run(quantize_weight_kernel<Element, Experts>, static_cast<unsigned>(out.scale.numel()),
-                 kTileThreads, 0, experts, vectorised, rule, data_or_null<bool>(refresh), outputs);
+    const auto run = [&](const auto kernel, const auto& experts) {
+      launch.run(kernel, static_cast<unsigned>(out.scale.numel()), kTileThreads, 0, experts,
+                 vectorised, rule, data_or_null<bool>(refresh), outputs);
     };
     if (w[0].dim() == 3) {
-      run(PackedExperts<Element>{data<Element>(w[0]), w[0].size(1) * w[0].size(2)});
+      using Experts = PackedExperts<Element>;
+      for_mxfp4_blocks(mxfp4_dim, [&](const auto blocks) {
+        run(quantize_weight_kernel<Element, decltype(blocks)::value, Experts>,
+            Experts{data<Element>(w[0]), w[0].size(1) * w[0].size(2)});
+      });
     } else {
       ListedExperts<Element> experts{};
       for (size_t e = 0; e < w.size(); ++e) experts.first[e] = data<Element>(w[e]);
-      run(experts);
+      run(quantize_weight_kernel<Element, Mxfp4::kNone, ListedExperts<Element>>, experts);
     }
   });
 }
@@ -77,13 +82,14 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<__nv_bfloat16>)
 
 std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w, double amax_epsilon,
                                                    bool power_of_two_scales, bool columnwise,
-                                                   bool rowwise) {
-  check_quantize_weight("quantize_weight", w, amax_epsilon);
+                                                   bool rowwise, std::optional<int64_t> mxfp4_dim) {
+  check_quantize_weight("quantize_weight", w, amax_epsilon, mxfp4_dim);
   check_layouts("quantize_weight", rowwise, columnwise);
 
   const Launch launch("quantize_weight", w);
   const QuantizedWeight out = new_outputs(w, w.size(0), w.size(1), w.size(2), columnwise, rowwise);
-  quantize(launch, {w}, {static_cast<float>(amax_epsilon), power_of_two_scales}, std::nullopt, out);
+  quantize(launch, {w}, {static_cast<float>(amax_epsilon), power_of_two_scales}, mxfp4_dim,
+           std::nullopt, out);
   return {out.q, out.scale, *out.q_t};
 }
 
@@ -95,18 +101,20 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight_list(const std::vector<Tensor
   const Launch launch("quantize_weight_list", w[0]);
   const auto E = static_cast<int64_t>(w.size());
   const QuantizedWeight out = new_outputs(w[0], E, w[0].size(0), w[0].size(1), columnwise);
-  quantize(launch, w, {static_cast<float>(amax_epsilon), power_of_two_scales}, std::nullopt, out);
+  quantize(launch, w, {static_cast<float>(amax_epsilon), power_of_two_scales}, std::nullopt,
+           std::nullopt, out);
   return {out.q, out.scale, *out.q_t};
 }
 
 void refresh_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
                      const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
-                     double amax_epsilon, bool power_of_two_scales) {
-  check_refresh_weight(w, refresh, q, scale, q_t, amax_epsilon);
+                     double amax_epsilon, bool power_of_two_scales,
+                     std::optional<int64_t> mxfp4_dim) {
+  check_refresh_weight(w, refresh, q, scale, q_t, amax_epsilon, mxfp4_dim);
 
   const Launch launch("refresh_weight_", w[0]);
   AlignedOutput rowwise(q), columnwise(q_t);
-  quantize(launch, w, {static_cast<float>(amax_epsilon), power_of_two_scales}, refresh,
+  quantize(launch, w, {static_cast<float>(amax_epsilon), power_of_two_scales}, mxfp4_dim, refresh,
            {*rowwise.used(), scale, columnwise.used()});
   rowwise.copy_back(), columnwise.copy_back();
 }

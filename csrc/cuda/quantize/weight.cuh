@@ -6,7 +6,7 @@
 #pragma once
 
 #include "cuda/common/pdl.cuh"
-#include "cuda/common/transposed_tile.cuh"
+#include "cuda/quantize/mxfp4_tile.cuh"
 #include "layout.h"
 
 namespace grouped_linear::cuda {
@@ -32,13 +32,47 @@ struct WeightOutputs {
   float* scale;      // [E, ceil(N / 128), ceil(K / 128)]
 };
 
+// The scale of a tile from its amax. Numbers of the fragment that are not finite become NaN.
+template <typename Element>
+__device__ __forceinline__ BlockScale scale_of_tile(Fragment<Element>& fragment, ScaleRule rule) {
+  __shared__ uint32_t warp_amax[kTileWarps];
+  uint32_t row_amax[kFragmentSize], amax = 0;
+  FragmentRow<Element> col_amax;
+  fragment.find_amax(row_amax, col_amax);
+#pragma unroll
+  for (int i = 0; i < kFragmentSize; ++i) amax = max(amax, row_amax[i]);
+  amax = __reduce_max_sync(kFullWarp, amax);
+  if (threadIdx.x % 32 == 0) warp_amax[threadIdx.x / 32] = amax;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kTileWarps; ++i) amax = max(amax, warp_amax[i]);
+  return block_scale(Format<Element>::to_float(amax), rule);
+}
+
+// Quantizes a tile, and calls put(i, bytes) for each row of the fragment. Returns what multiplies
+// the tile's numbers to dequantize them.
+template <Mxfp4 kBlocks, typename Element, typename Put>
+__device__ __forceinline__ float quantize_fragment(Fragment<Element>& fragment, ScaleRule rule,
+                                                   const Put& put) {
+  if constexpr (kBlocks != Mxfp4::kNone) {
+    __shared__ Mxfp4Shared<Element> shared;
+    const Mxfp4Tile<Element, kBlocks> tile(fragment, shared);
+#pragma unroll
+    for (int i = 0; i < kFragmentSize; ++i) put(i, tile.quantize_row(fragment, i));
+    return tile.scale();
+  } else {
+    const BlockScale tile = scale_of_tile(fragment, rule);
+#pragma unroll
+    for (int i = 0; i < kFragmentSize; ++i) put(i, fragment.quantize_row(i, tile.factor));
+    return tile.scale;
+  }
+}
+
 // Quantizes tile `number`, by one thread block.
-template <typename Element, typename Experts>
+template <typename Element, Mxfp4 kBlocks = Mxfp4::kNone, typename Experts>
 __device__ __forceinline__ void quantize_weight_tile(const Experts& w, bool vectorised,
                                                      ScaleRule rule, const WeightOutputs& out,
                                                      TransposedTile& transposed, unsigned number) {
-  __shared__ uint32_t warp_amax[kTileWarps];
-
   const int N = out.N, K = out.K;
   const int row_blocks = (N + kTileSide - 1) / kTileSide,
             col_blocks = (K + kTileSide - 1) / kTileSide;
@@ -50,32 +84,16 @@ __device__ __forceinline__ void quantize_weight_tile(const Experts& w, bool vect
 
   Fragment<Element> fragment;
   fragment.load(w.expert(e) + static_cast<int64_t>(row) * K + col, K, rows, cols, vectorised);
-  uint32_t row_amax[kFragmentSize];
-  FragmentRow<Element> col_amax;
-  fragment.find_amax(row_amax, col_amax);
-  uint32_t amax = 0;
-#pragma unroll
-  for (int i = 0; i < kFragmentSize; ++i) amax = max(amax, row_amax[i]);
-  amax = __reduce_max_sync(kFullWarp, amax);
-  if (threadIdx.x % 32 == 0) warp_amax[threadIdx.x / 32] = amax;
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kTileWarps; ++i) amax = max(amax, warp_amax[i]);
-
-  const BlockScale tile = block_scale(Format<Element>::to_float(amax), rule);
-  if (threadIdx.x == 0) out.scale[number] = tile.scale;
-
   const int fragment_row = Fragment<Element>::row() * kFragmentSize;
   const int fragment_col = Fragment<Element>::column() * kFragmentSize;
   uint8_t* q = out.q + first + static_cast<int64_t>(fragment_row) * K + fragment_col;
   QuantizedFragment quantized;
-#pragma unroll
-  for (int i = 0; i < kFragmentSize; ++i) {
-    const uint2 bytes = fragment.quantize_row(i, tile.factor);
+  const float scale = quantize_fragment<kBlocks>(fragment, rule, [&](int i, uint2 bytes) {
     quantized.set_row(i, bytes);
     if (out.q && fragment_row + i < rows && fragment_col < cols)
       *reinterpret_cast<uint2*>(q + static_cast<int64_t>(i) * K) = bytes;
-  }
+  });
+  if (threadIdx.x == 0) out.scale[number] = scale;
 
   if (!out.q_t) return;
   quantized.put_transposed(transposed);
@@ -84,14 +102,14 @@ __device__ __forceinline__ void quantize_weight_tile(const Experts& w, bool vect
 }
 
 // Changes nothing where refresh is given and false.
-template <typename Element, typename Experts>
+template <typename Element, Mxfp4 kBlocks, typename Experts>
 __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
     quantize_weight_kernel(const __grid_constant__ Experts w, bool vectorised, ScaleRule rule,
                            const bool* refresh, WeightOutputs out) {
   grid_dependency_wait();
   if (refresh && !*refresh) return;
   __shared__ TransposedTile transposed;
-  quantize_weight_tile<Element>(w, vectorised, rule, out, transposed, blockIdx.x);
+  quantize_weight_tile<Element, kBlocks>(w, vectorised, rule, out, transposed, blockIdx.x);
 }
 
 }  // namespace grouped_linear::cuda

@@ -12,11 +12,12 @@ from support import reference, variants
 from support.groups import Groups
 from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
 from support.operands import kept_weight
-from support.tensors import FP16, FP32, weight
+from support.tensors import FP16, FP32, mxfp4_blocks, weight
 from support.tolerances import ROUNDING
 
 
 def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    groups = mxfp4_blocks(groups, options)
     grad, exp_avg, exp_avg_sq, max_exp_avg_sq = (weight(groups, dtype) for _ in range(4))
     amsgrad = options.pop("amsgrad", False)
     scalars = {
@@ -49,13 +50,15 @@ def expected(sample: Sample) -> Outputs:
     lost += 2.0**-20 * sample["master"].double().abs()
     of_master = Output(w, lost, dtype)
     w, in_float = w.to(dtype).double(), 2.0**-17 + 2 * ROUNDING[dtype]  # rounded, then quantized
-    _, scale, _ = reference.quantize_weight(w.float(), must.scaling_of(sample))
+    _, scale, _ = must.weight(w.float(), must.scaling_of(sample), sample.get("mxfp4_dim"))
     blocks = scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
     blocks = blocks[:, : w.size(1), : w.size(2)]
     exact = w / blocks
     # The nearest of e4m3's numbers, of 3 bits of mantissa. float32 rounds w, and what it is a sum
     # of, by some units of 2^-24, which moves a tie.
     step = 2.0 ** (exact.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    if sample.get("mxfp4_dim") is not None:
+        step = mxfp4_steps(exact, w, blocks, sample.get("mxfp4_dim"))
     beside = 0.5 * step + in_float * exact.abs() + 1e-6 / blocks
     of_grad = Output(sample["grad"])
     if sample["grad_scale"] is not None:
@@ -77,6 +80,16 @@ def expected(sample: Sample) -> Outputs:
             lost += 2.0**-20 * (sample[name].double().abs() + grad.abs())
             outputs.append(Output(expected, lost, dtype, same_bits=True))
     return outputs
+
+
+def mxfp4_steps(exact: Tensor, w: Tensor, blocks: Tensor, dim: int) -> Tensor:
+    """How far MXFP4's numbers are apart; above the largest, twice how far a number is above."""
+    _, scale = reference.quantize_mxfp4(w if dim == -1 else w.mT)
+    one = torch.exp2(scale.double() - 127).repeat_interleave(32, -1)
+    one = (one if dim == -1 else one.mT) / blocks
+    magnitude = exact.abs() / one
+    step = 2.0 ** (magnitude.clamp(min=1.0).log2().floor() - 1)
+    return one * torch.where(magnitude > 6, 2 * (magnitude - 6), step)
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -108,6 +121,9 @@ OP = OpInfo(
         "adam": {"decoupled_weight_decay": False, "grad_scale": 3.0, "found_inf": 0.0},
         "skipped": {"grad_scale": 2.0, "found_inf": 1.0},
         "exact_scales": variants.EXACT,
+        "mxfp4": {"mxfp4_dim": -1},
+        "mxfp4_amsgrad": {"mxfp4_dim": -1, "amsgrad": True, "columnwise": False},
+        "mxfp4_transposed": {"mxfp4_dim": -2},
     },
     shares_kernels=True,
     too_large=(({"q": 1}, {}),),
