@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of AdamW over a weight in BF16 and FP8, beside torch's fused AdamW over that in BF16.
 
+The FP8 numbers are those of BF16, or with qat="mxfp4" those of the weight in MXFP4.
+
     python -m benchmarks.bench_adam
 
 Each is one replay of a CUDA graph with a cold L2 cache, in turns (on a CPU, one call). Gradients
@@ -27,6 +29,7 @@ SHAPES = {
 }
 BF16 = "torch, bf16"
 BOTH = "ours, bf16 and fp8"
+QAT = "ours, bf16 and fp8, qat"
 
 
 def step_of(w: torch.Tensor, device: torch.device) -> Callable[[], None]:
@@ -42,7 +45,8 @@ def candidates(E: int, N: int, K: int, device: torch.device) -> dict[str, timing
     w = torch.randn(E, N, K, device=device, dtype=torch.bfloat16).mul_(0.02)
     return {
         BF16: step_of(w, device),
-        BOTH: step_of(keep_weight(w, "both", Float8BlockScaling()), device),
+        BOTH: step_of(keep_weight(w.clone(), "both", Float8BlockScaling()), device),
+        QAT: step_of(keep_weight(w.clone(), "both", Float8BlockScaling(qat="mxfp4")), device),
     }
 
 
@@ -59,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         E, N, K = SHAPES[name]
         times = timing.time_paired(candidates(E, N, K, device), device, options.rounds)
         for candidate, t in times.items():
-            moved = {BF16: 14, BOTH: 16}[candidate] * E * N * K  # bytes
+            moved = (14 if candidate == BF16 else 16) * E * N * K  # bytes
             cells = [name, f"{E} x {N} x {K}", candidate, f"{t.microseconds.median:,.1f}"]
             rate = moved / t.microseconds.median / 1e3
             rows.append([*cells, f"{rate:,.0f}", f"{1 / t.share.median:.2f}"])

@@ -91,13 +91,18 @@ struct AdamRow {
   }
 };
 
-// Thread blocks on an SM: two hold 128 registers a thread each, which float32 exceeds (nvcc 13.0).
-template <typename Element>
-constexpr int kAdamOccupancy = std::is_same_v<Element, float> ? 1 : kTileOccupancy<float>;
+// Thread blocks on an SM: two hold 128 registers a thread each, which float32 exceeds, and float16
+// with everything else (nvcc 13.0).
+template <typename Element, bool amsgrad, Mxfp4 kBlocks>
+constexpr int kAdamOccupancy =
+    std::is_same_v<Element, float> ||
+            (std::is_same_v<Element, __half> && amsgrad && kBlocks == Mxfp4::kRows)
+        ? 1
+        : kTileOccupancy<float>;
 
 // Every tensor is aligned to 16 bytes. Changes nothing where found_inf is given and not zero.
 template <typename Element, bool amsgrad, Mxfp4 kBlocks>
-__global__ void __launch_bounds__(kTileThreads, kAdamOccupancy<Element>)
+__global__ void __launch_bounds__(kTileThreads, kAdamOccupancy<Element, amsgrad, kBlocks>)
     adam_weight_kernel(AdamTensors<Element> t, AdamScalars scalars, AdamOptions options,
                        ScaleRule rule) {
   grid_dependency_wait();
@@ -118,13 +123,15 @@ __global__ void __launch_bounds__(kTileThreads, kAdamOccupancy<Element>)
   const int64_t first = (e * N + row + fragment_row) * K + col + fragment_col;
 
   // The next row is loaded while one is computed, where there are registers for it.
-  constexpr bool kAhead = (sizeof(Element) == 2 && !amsgrad) || kAdamOccupancy<Element> == 1;
+  constexpr bool kAhead =
+      (sizeof(Element) == 2 && !amsgrad) || kAdamOccupancy<Element, amsgrad, kBlocks> == 1;
   AdamRow<Element> next;
   if (kAhead && 0 < valid) next.template load<amsgrad>(t, first);
   const bool scaled = scalars.grad_scale;
   const AdamStep step(options, scalars.lr ? *scalars.lr : options.lr, *scalars.step);
   const float grad_scale = scaled ? *scalars.grad_scale : 1;
   Fragment<Element> w;
+  WeightTile<Element, kBlocks> tile;
 #pragma unroll
   for (int i = 0; i < kFragmentSize; ++i) {
     AdamRow<Element> current = next;
@@ -136,14 +143,18 @@ __global__ void __launch_bounds__(kTileThreads, kAdamOccupancy<Element>)
     if (i < valid)
       current.template update<amsgrad>(t, first + static_cast<int64_t>(i) * K, step, scaled,
                                        grad_scale, w.words[i]);
+    tile.add_row(w, i);
   }
 
+  tile.finish(w, rule);
+  if (threadIdx.x == 0) t.scale[number] = tile.scale();
   QuantizedFragment quantized;
-  const float scale = quantize_fragment<kBlocks>(w, rule, [&](int i, uint2 bytes) {
+#pragma unroll
+  for (int i = 0; i < kFragmentSize; ++i) {
+    const uint2 bytes = tile.quantize_row(w, i);
     quantized.set_row(i, bytes);
     if (i < valid) *reinterpret_cast<uint2*>(t.q + first + static_cast<int64_t>(i) * K) = bytes;
-  });
-  if (threadIdx.x == 0) t.scale[number] = scale;
+  }
 
   if (!t.q_t) return;
   quantized.put_transposed(transposed);

@@ -9,10 +9,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/common/shared_memory.cuh"
 #include "cuda/common/elements.cuh"
 #include "cuda/common/fp8.cuh"
 #include "cuda/common/groups.cuh"
-#include "cuda/common/shared_memory.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -214,25 +214,6 @@ struct Fragment {
     find_amax_of<true>(row_amax, col_amax);
   }
 
-  // The same, and nothing else: magnitudes that are not finite count, or as zero.
-  template <bool finite_only>
-  __device__ __forceinline__ void find_amax_of(uint32_t (&row_amax)[kFragmentSize],
-                                               FragmentRow<Element>& col_amax) const {
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) col_amax[w] = 0;
-#pragma unroll
-    for (int i = 0; i < kFragmentSize; ++i) {
-      uint32_t row = 0;
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        const uint32_t both = magnitudes<finite_only>(i, w);
-        row = Word<Element>::max(row, both);
-        col_amax[w] = Word<Element>::max(col_amax[w], both);
-      }
-      row_amax[i] = Word<Element>::largest(row);
-    }
-  }
-
   // e4m3 of row i and of column c, the first element in the lowest byte. No element is infinite.
   __device__ __forceinline__ uint2 quantize_row(int i, float factor) const {
     float p[kFragmentSize];
@@ -260,6 +241,23 @@ struct Fragment {
     uint32_t magnitudes = words[i][w] & Word<Element>::kMagnitudes;
     if constexpr (finite_only) magnitudes &= ~Word<Element>::not_finite(magnitudes);
     return magnitudes;
+  }
+  template <bool finite_only>
+  __device__ __forceinline__ void find_amax_of(uint32_t (&row_amax)[kFragmentSize],
+                                               FragmentRow<Element>& col_amax) const {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) col_amax[w] = 0;
+#pragma unroll
+    for (int i = 0; i < kFragmentSize; ++i) {
+      uint32_t row = 0;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const uint32_t both = magnitudes<finite_only>(i, w);
+        row = Word<Element>::max(row, both);
+        col_amax[w] = Word<Element>::max(col_amax[w], both);
+      }
+      row_amax[i] = Word<Element>::largest(row);
+    }
   }
 };
 

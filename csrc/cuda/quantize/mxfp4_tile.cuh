@@ -29,78 +29,109 @@ void for_mxfp4_blocks(std::optional<int64_t> dim, const Run& run) {
     run(std::integral_constant<Mxfp4, Mxfp4::kColumns>());
 }
 
-template <typename Element>
-struct Mxfp4Shared {
-  uint32_t warp_largest[kTileWarps];
-  ColumnAmax<Element> columns;
-};
+// mxfp4::round of two bf16 numbers, in half of the instructions: 1.5 * 2^(e + 6) rounds bf16's eight
+// bits where float32's 24 take 1.5 * 2^(e + 22). one_fields: a field in each half.
+__device__ __forceinline__ uint32_t round_mxfp4_pair(uint32_t pair, uint32_t one_fields) {
+  constexpr uint32_t kSigns = 0x80008000, kFields = 0x7f807f80,
+                     kAnchor = (6u << 7 | 1u << 6) * 0x10001;
+  const auto as_pair = [](uint32_t bits) {
+    return *reinterpret_cast<const __nv_bfloat162*>(&bits);
+  };
+  const auto bits_of = [](__nv_bfloat162 p) { return *reinterpret_cast<const uint32_t*>(&p); };
+  const uint32_t one = one_fields << 7;
+  const __nv_bfloat162 most = __hmul2_rn(as_pair(one), __float2bfloat162_rn(6));
+  const __nv_bfloat162 magnitude = __hmin2_nan(as_pair(pair & ~kSigns), most);
+  const __nv_bfloat162 anchor =
+      as_pair(__viaddmax_u16x2(bits_of(magnitude) & kFields, kAnchor, one + kAnchor));
+  return bits_of(__hsub2_rn(__hadd2_rn(magnitude, anchor), anchor)) | (pair & kSigns);
+}
 
-// Eight bytes in two registers.
-struct PackedBytes {
-  uint32_t words[2] = {};
-  // i is a constant of an unrolled loop.
-  __device__ __forceinline__ uint32_t get(int i) const { return words[i / 4] >> 8 * (i % 4) & 255; }
-  __device__ __forceinline__ void add(int i, uint32_t byte) { words[i / 4] |= byte << 8 * (i % 4); }
-};
-
-// How a fragment's rows, or its columns, are rounded, and the tile's factor.
+// How a fragment's rows, or its columns, are rounded, and the tile's factor. For each row add_row(),
+// then finish(), by all threads of a tile.
 template <typename Element, Mxfp4 kBlocks>
-struct Mxfp4Tile {
+class Mxfp4Tile {
   static constexpr bool kByRows = kBlocks == Mxfp4::kRows;
+  static constexpr int kWords = Fragment<Element>::kWords;
 
-  PackedBytes one_fields;  // see mxfp4::one_field
-  uint32_t field;          // see mxfp4::factor_field
+  uint32_t fields_[kFragmentSize];  // scales of blocks, then mxfp4::one_field
+  uint32_t factor_field_;
+  FragmentRow<Element> col_amax_ = {};
 
-  // Called by all threads of a tile. Numbers of a block that has one which is not finite become NaN.
-  __device__ __forceinline__ Mxfp4Tile(Fragment<Element>& w, Mxfp4Shared<Element>& shared) {
-    uint32_t row_amax[kFragmentSize];
-    FragmentRow<Element> col_amax;
-    w.template find_amax_of<false>(row_amax, col_amax);
-    PackedBytes scales;
-    uint32_t largest = 0;
-    const auto found = [&](int i, uint32_t amax) {
-      const uint32_t scale = mxfp4::scale_of(Format<Element>::to_float(amax));
-      scales.add(i, scale);
-      largest = max(largest, scale == mxfp4::kNanScale ? 0 : scale);
-      if (scale == mxfp4::kNanScale) make_nan(w, i);
-    };
-    if constexpr (kByRows) {  // four neighbours have a block's columns
+ public:
+  // Row i of the fragment has its numbers. A NaN has the largest magnitude.
+  __device__ __forceinline__ void add_row(const Fragment<Element>& w, int i) {
+    uint32_t row = 0;
 #pragma unroll
-      for (int i = 0; i < kFragmentSize; ++i) {
-        const uint32_t amax = max(row_amax[i], __shfl_xor_sync(kFullWarp, row_amax[i], 1));
-        found(i, max(amax, __shfl_xor_sync(kFullWarp, amax, 2)));
-      }
-    } else {  // two warps have a block's rows
-      shared.columns.put(col_amax);
+    for (int c = 0; c < kWords; ++c) {
+      const uint32_t magnitudes = w.words[i][c] & Word<Element>::kMagnitudes;
+      row = Word<Element>::max(row, magnitudes);
+      if constexpr (!kByRows) col_amax_[c] = Word<Element>::max(col_amax_[c], magnitudes);
+    }
+    if constexpr (kByRows) {  // four neighbours have a block's columns
+      uint32_t amax = Word<Element>::largest(row);
+      amax = max(amax, __shfl_xor_sync(kFullWarp, amax, 1));
+      amax = max(amax, __shfl_xor_sync(kFullWarp, amax, 2));
+      fields_[i] = mxfp4::scale_of(Format<Element>::to_float(amax));
+    }
+  }
+
+  // Numbers of a block that has one which is not finite become NaN.
+  __device__ __forceinline__ void finish(Fragment<Element>& w, ScaleRule) {
+    __shared__ uint32_t warp_largest[kTileWarps];
+    if constexpr (!kByRows) {  // two warps have a block's rows
+      __shared__ ColumnAmax<Element> columns;
+      columns.put(col_amax_);
       __syncthreads();
       const int warp = threadIdx.x / 32, first = Fragment<Element>::column() * kFragmentSize;
 #pragma unroll
-      for (int c = 0; c < kFragmentSize; ++c)
-        found(c, max(uint32_t{shared.columns.of_warps[warp & ~1][first + c]},
-                     uint32_t{shared.columns.of_warps[warp | 1][first + c]}));
+      for (int c = 0; c < kFragmentSize; ++c) {
+        const uint32_t above = columns.of_warps[warp & ~1][first + c];
+        const uint32_t below = columns.of_warps[warp | 1][first + c];
+        fields_[c] = mxfp4::scale_of(Format<Element>::to_float(max(above, below)));
+      }
+    }
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kFragmentSize; ++i) {
+      if (fields_[i] == mxfp4::kNanScale) make_nan(w, i), fields_[i] = 0;
+      largest = max(largest, fields_[i]);
     }
     largest = __reduce_max_sync(kFullWarp, largest);
-    if (threadIdx.x % 32 == 0) shared.warp_largest[threadIdx.x / 32] = largest;
+    if (threadIdx.x % 32 == 0) warp_largest[threadIdx.x / 32] = largest;
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kTileWarps; ++i) largest = max(largest, shared.warp_largest[i]);
-    field = mxfp4::factor_field(largest);
+    for (int i = 0; i < kTileWarps; ++i) largest = max(largest, warp_largest[i]);
+    factor_field_ = mxfp4::factor_field(largest);
 #pragma unroll
     for (int i = 0; i < kFragmentSize; ++i)
-      one_fields.add(i, min(mxfp4::one_field(scales.get(i), field), 255u));
+      fields_[i] = mxfp4::one_field(fields_[i], factor_field_);
   }
 
   // Multiplies the tile's numbers to dequantize them.
-  __device__ __forceinline__ float scale() const { return __uint_as_float((254 - field) << 23); }
+  __device__ __forceinline__ float scale() const {
+    return __uint_as_float((254 - factor_field_) << 23);
+  }
 
   // e4m3 of row i of the fragment.
   __device__ __forceinline__ uint2 quantize_row(const Fragment<Element>& w, int i) const {
-    const float factor = __uint_as_float(field << 23);
     float p[kFragmentSize];
+    const auto of = [&](int c) { return fields_[kByRows ? i : c]; };
+    if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+      const __nv_bfloat162 factor = __float2bfloat162_rn(__uint_as_float(factor_field_ << 23));
 #pragma unroll
-    for (int c = 0; c < kFragmentSize; ++c)
-      p[c] = mxfp4::round(__fmul_rn(w.element(w.words[i], c), factor),
-                          one_fields.get(kByRows ? i : c));
+      for (int c = 0; c < kFragmentSize; c += 2) {
+        const __nv_bfloat162 scaled =
+            __hmul2_rn(*reinterpret_cast<const __nv_bfloat162*>(&w.words[i][c / 2]), factor);
+        const uint32_t rounded =
+            round_mxfp4_pair(*reinterpret_cast<const uint32_t*>(&scaled), of(c) | of(c + 1) << 16);
+        p[c] = __uint_as_float(rounded << 16), p[c + 1] = __uint_as_float(rounded & 0xffff0000);
+      }
+    } else {
+#pragma unroll
+      for (int c = 0; c < kFragmentSize; ++c)
+        p[c] = mxfp4::round(
+            __fmul_rn(w.element(w.words[i], c), __uint_as_float(factor_field_ << 23)), of(c));
+    }
     return to_fp8x8(p);
   }
 

@@ -32,41 +32,39 @@ struct WeightOutputs {
   float* scale;      // [E, ceil(N / 128), ceil(K / 128)]
 };
 
-// The scale of a tile from its amax. Numbers of the fragment that are not finite become NaN.
+// A tile's one scale, as Mxfp4Tile has those of its blocks.
 template <typename Element>
-__device__ __forceinline__ BlockScale scale_of_tile(Fragment<Element>& fragment, ScaleRule rule) {
-  __shared__ uint32_t warp_amax[kTileWarps];
-  uint32_t row_amax[kFragmentSize], amax = 0;
-  FragmentRow<Element> col_amax;
-  fragment.find_amax(row_amax, col_amax);
-#pragma unroll
-  for (int i = 0; i < kFragmentSize; ++i) amax = max(amax, row_amax[i]);
-  amax = __reduce_max_sync(kFullWarp, amax);
-  if (threadIdx.x % 32 == 0) warp_amax[threadIdx.x / 32] = amax;
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kTileWarps; ++i) amax = max(amax, warp_amax[i]);
-  return block_scale(Format<Element>::to_float(amax), rule);
-}
+class BlockTile {
+  BlockScale scale_;
 
-// Quantizes a tile, and calls put(i, bytes) for each row of the fragment. Returns what multiplies
-// the tile's numbers to dequantize them.
-template <Mxfp4 kBlocks, typename Element, typename Put>
-__device__ __forceinline__ float quantize_fragment(Fragment<Element>& fragment, ScaleRule rule,
-                                                   const Put& put) {
-  if constexpr (kBlocks != Mxfp4::kNone) {
-    __shared__ Mxfp4Shared<Element> shared;
-    const Mxfp4Tile<Element, kBlocks> tile(fragment, shared);
+ public:
+  __device__ __forceinline__ void add_row(const Fragment<Element>&, int) {}
+
+  // Numbers that are not finite become NaN and count as zero.
+  __device__ __forceinline__ void finish(Fragment<Element>& w, ScaleRule rule) {
+    __shared__ uint32_t warp_amax[kTileWarps];
+    uint32_t row_amax[kFragmentSize], amax = 0;
+    FragmentRow<Element> col_amax;
+    w.find_amax(row_amax, col_amax);
 #pragma unroll
-    for (int i = 0; i < kFragmentSize; ++i) put(i, tile.quantize_row(fragment, i));
-    return tile.scale();
-  } else {
-    const BlockScale tile = scale_of_tile(fragment, rule);
+    for (int i = 0; i < kFragmentSize; ++i) amax = max(amax, row_amax[i]);
+    amax = __reduce_max_sync(kFullWarp, amax);
+    if (threadIdx.x % 32 == 0) warp_amax[threadIdx.x / 32] = amax;
+    __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kFragmentSize; ++i) put(i, fragment.quantize_row(i, tile.factor));
-    return tile.scale;
+    for (int i = 0; i < kTileWarps; ++i) amax = max(amax, warp_amax[i]);
+    scale_ = block_scale(Format<Element>::to_float(amax), rule);
   }
-}
+
+  __device__ __forceinline__ float scale() const { return scale_.scale; }
+  __device__ __forceinline__ uint2 quantize_row(const Fragment<Element>& w, int i) const {
+    return w.quantize_row(i, scale_.factor);
+  }
+};
+
+template <typename Element, Mxfp4 kBlocks>
+using WeightTile =
+    std::conditional_t<kBlocks == Mxfp4::kNone, BlockTile<Element>, Mxfp4Tile<Element, kBlocks>>;
 
 // Quantizes tile `number`, by one thread block.
 template <typename Element, Mxfp4 kBlocks = Mxfp4::kNone, typename Experts>
@@ -87,13 +85,19 @@ __device__ __forceinline__ void quantize_weight_tile(const Experts& w, bool vect
   const int fragment_row = Fragment<Element>::row() * kFragmentSize;
   const int fragment_col = Fragment<Element>::column() * kFragmentSize;
   uint8_t* q = out.q + first + static_cast<int64_t>(fragment_row) * K + fragment_col;
+  WeightTile<Element, kBlocks> tile;
+#pragma unroll
+  for (int i = 0; i < kFragmentSize; ++i) tile.add_row(fragment, i);
+  tile.finish(fragment, rule);
+  if (threadIdx.x == 0) out.scale[number] = tile.scale();
   QuantizedFragment quantized;
-  const float scale = quantize_fragment<kBlocks>(fragment, rule, [&](int i, uint2 bytes) {
+#pragma unroll
+  for (int i = 0; i < kFragmentSize; ++i) {
+    const uint2 bytes = tile.quantize_row(fragment, i);
     quantized.set_row(i, bytes);
     if (out.q && fragment_row + i < rows && fragment_col < cols)
       *reinterpret_cast<uint2*>(q + static_cast<int64_t>(i) * K) = bytes;
-  });
-  if (threadIdx.x == 0) out.scale[number] = scale;
+  }
 
   if (!out.q_t) return;
   quantized.put_transposed(transposed);
