@@ -6,6 +6,7 @@
 // time of an expert with a few rows, and little of one with a hundred.
 
 #include <algorithm>
+#include <array>
 
 #include "checks.h"
 #include "cpu/fp8.h"
@@ -118,10 +119,14 @@ struct E4m3Expert {
   }
 };
 
-uint32_t magnitude(float x) { return exact::bits_of(x) & kMagnitude; }
-
+// The largest magnitude as an integer, a NaN the largest: of n numbers, and of each with another.
+GROUPED_LINEAR_EVERY_WIDTH uint32_t amax_of(const float* w, int64_t n) {
+  uint32_t amax = 0;
+  for (int64_t c = 0; c < n; ++c) amax = std::max(amax, exact::bits_of(w[c]) & kMagnitude);
+  return amax;
+}
 GROUPED_LINEAR_EVERY_WIDTH void raise_amax(const float* w, int64_t n, uint32_t* amax) {
-  for (int64_t c = 0; c < n; ++c) amax[c] = std::max(amax[c], magnitude(w[c]));
+  for (int64_t c = 0; c < n; ++c) amax[c] = std::max(amax[c], exact::bits_of(w[c]) & kMagnitude);
 }
 GROUPED_LINEAR_EVERY_WIDTH void encode_row(const float* w, int64_t n, float factor,
                                            const uint32_t* one_fields, uint8_t* codes) {
@@ -132,28 +137,27 @@ GROUPED_LINEAR_EVERY_WIDTH void encode_row(const float* w, int64_t n, float fact
 }  // namespace
 
 float encode_mxfp4(const float* w, int64_t rows, int64_t cols, int64_t dim, ByteTile& bytes) {
-  // As magnitudes, a NaN the largest; then as scales. [128][128], of a row's block at its start.
-  std::vector<uint32_t> scales(kBlock * kBlock);
-  const int64_t height = dim == -1 ? 1 : kMxBlock;
+  // Of blocks [128][4], or [4][128] where they run along columns.
+  std::array<uint32_t, kBlock * kBlock / kMxBlock> scales{};
   for (int64_t r = 0; r < rows; ++r) {
-    uint32_t* of_row = &scales[r / height * height * kBlock];
-    raise_amax(w + r * kBlock, cols, of_row);
+    const float* row = w + r * kBlock;
+    if (dim == -2) raise_amax(row, cols, &scales[r / kMxBlock * kBlock]);
     for (int64_t c = 0; dim == -1 && c < cols; c += kMxBlock)
-      std::fill_n(of_row + c, kMxBlock, *std::max_element(of_row + c, of_row + c + kMxBlock));
+      scales[(r * kBlock + c) / kMxBlock] = amax_of(row + c, kMxBlock);
   }
   uint32_t largest = 0;
-  for (int64_t r = 0; r < rows; r += height)
-    for (int64_t c = 0; c < cols; ++c) {
-      uint32_t& scale = scales[r * kBlock + c];
-      scale = mxfp4::scale_of(exact::from_bits(scale));
-      if (scale != mxfp4::kNanScale) largest = std::max(largest, scale);
-    }
+  for (uint32_t& scale : scales) {
+    scale = mxfp4::scale_of(exact::from_bits(scale));
+    if (scale != mxfp4::kNanScale) largest = std::max(largest, scale);
+  }
   const uint32_t field = mxfp4::factor_field(largest);
-  uint32_t one_fields[kBlock];
+  uint32_t of_row[kBlock], one_fields[kBlock];
   for (int64_t r = 0; r < rows; ++r) {
-    const uint32_t* of_row = &scales[r / height * height * kBlock];
-    for (int64_t c = 0; r % height == 0 && c < cols; ++c)
-      one_fields[c] = mxfp4::one_field(of_row[c], field);
+    if (dim == -1 || r % kMxBlock == 0)
+      for (int64_t c = 0; c < cols; ++c) {
+        of_row[c] = scales[dim == -1 ? (r * kBlock + c) / kMxBlock : r / kMxBlock * kBlock + c];
+        one_fields[c] = mxfp4::one_field(of_row[c], field);
+      }
     encode_row(w + r * kBlock, cols, exact::from_bits(field << 23), one_fields, bytes.bytes[r]);
     for (int64_t c = 0; c < cols; ++c)
       if (of_row[c] == mxfp4::kNanScale) bytes.bytes[r][c] = kE4m3Nan;
