@@ -518,3 +518,33 @@ def test_a_state_for_delayed_formats() -> None:
     own = Recipe(delayed.input, delayed.weight, delayed.grad_output)
     with pytest.raises(ValueError, match="only the recipe DelayedScaling says how the scales"):
         layer_of(own)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_columnwise_in_the_wrong_order(device: str, scaled: bool) -> None:
+    """It is noticed where the weight is square, too, and every layer goes on after that."""
+
+    def turned(w: Tensor, offs: Tensor | None, layouts: Layouts) -> Operands:
+        if not scaled:
+            return Operands(w, None, w.mT.contiguous())
+        q, scale, q_t = ops.quantize_weight(w)
+        return Operands(q, scale, q_t, scale)
+
+    def right(w: Tensor, offs: Tensor | None, layouts: Layouts) -> Operands:
+        made = turned(w, offs, layouts)
+        assert isinstance(made.columnwise, Tensor)
+        return made._replace(columnwise=made.columnwise.mT)
+
+    given = Float8BlockScaling() if scaled else Recipe()
+    x, splits = torch.randn(8, 64, device=device, requires_grad=True), [3, 5]
+    for function, is_right in ((turned, False), (right, True)):
+        recipe = Recipe(given.input, Format(quantize=function), given.grad_output)
+        layer = GroupedLinear(2, 64, 64, recipe=recipe).to(device)
+        if is_right:
+            layer(x, splits).sum().backward()
+        else:
+            with pytest.raises(RuntimeError, match=r"turned: columnwise must be \[E, N, K\]"):
+                layer(x, splits)
+    flat = GroupedLinear(2, 64, 64, recipe=recipe).to(device)
+    nn.init.zeros_(flat.weight)  # says nothing about the order
+    flat(x, splits).sum().backward()

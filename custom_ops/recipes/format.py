@@ -226,6 +226,7 @@ class Format:
         options = tuple(getattr(self, o.name) for o in fields(self) if o.compare)
         object.__setattr__(self, "_compared", options)
 
+    order_is_known = False
     role = "Format"
     """Which operand of which recipe it is, as errors name it; a recipe sets it."""
 
@@ -246,7 +247,28 @@ class Format:
             scale = made.columnwise_scale
             as_given = scale is None or offs_E is None
             _check_operand(f"{name}: columnwise", made.columnwise, scale, t, as_given)
+            if offs_E is None and t.size(-2) == t.size(-1):
+                self._check_order(name, t, made.columnwise)
         return made
+
+    def _check_order(self, name: str, w_ENK: Tensor, columnwise: Any) -> None:
+        """Raise RuntimeError for a columnwise weight that is [E, K, N], where its shape hides it.
+
+        It is asked once, in eager mode, in a wait for the device.
+        """
+        if self.order_is_known or torch.compiler.is_compiling() or w_ENK.device.type == "meta":
+            return
+        if w_ENK.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        w, made = w_ENK[0].float(), columnwise[0].float()
+        length = w.norm() * made.norm()
+        alike, turned = ((w * m).sum() / length for m in (made, made.mT))
+        if bool((alike < 0.5) & (turned > 0.8)):
+            raise RuntimeError(
+                f"{name}: columnwise must be [E, N, K], as the weight is, got its transpose: "
+                "return columnwise.mT"
+            )
+        object.__setattr__(self, "order_is_known", bool(alike > turned))
 
     @property
     def compared(self) -> tuple[Any, ...]:
