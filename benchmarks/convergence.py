@@ -6,6 +6,7 @@
     python -m benchmarks.convergence --modes bf16 fp8 --seeds 1 --tokens 1e9
     python -m benchmarks.convergence --modes bf16 --seeds 1 --tokens 1e9 --together
     python -m benchmarks.convergence --modes fp8 fp8_restarted --seeds 1
+    python -m benchmarks.convergence --modes bf16 qat qat_last qat_after --seeds 5
     python -m benchmarks.convergence --report          # the page and pictures of what is recorded
 
 A model of Qwen3's form (transformers' Qwen3MoeForCausalLM) learns the Python source that is
@@ -58,6 +59,9 @@ def to_e5m2(t: Tensor, offs: Tensor | None, layouts: Any) -> Tensor:
 
 
 FP8 = Float8BlockScaling()
+QAT = Float8BlockScaling(qat="mxfp4")
+# After which share of a run its weights are multiplied, and evaluated, as they are served in MXFP4.
+SWITCHES = {"qat_last": 0.9, "qat_after": 1.0}
 FAKE = fake_quantize(FP8)  # FP8's numbers, multiplied in BF16
 ENDS: dict[str, Recipe | None] = {"model.layers.0.*": None, "model.layers.7.*": None}
 # What convert is told. All others stand beside bf16.
@@ -67,6 +71,8 @@ MODES: dict[str, dict[str, Any]] = {
     "both": {"recipe": FP8, "weights": "both"},
     "nudged": {},
     "again": {"recipe": FP8},
+    "qat": {"recipe": QAT},
+    **{mode: {"recipe": FP8} for mode in SWITCHES},
     "bf16_wgrad": {"recipe": Float8BlockScaling(wgrad=torch.bfloat16)},
     "bf16_ends": {"recipe": FP8, "recipes": ENDS},
     "bf16_input": {"recipe": fake_quantize(FP8, ("weight", "grad_output"))},
@@ -222,6 +228,9 @@ class Training:
         Returns: the run's rows, or None of a half.
         """
         steps = tokens // self.scale.tokens_of_step(self.processes)
+        switch = round(SWITCHES[self.mode] * steps) if self.mode in SWITCHES else None
+        if switch is not None:  # the seed before has switched
+            convert(self.model, **MODES[self.mode])
         self.model.load_state_dict(new_model(self.scale, seed, self.device).state_dict())
         if self.mode == "nudged":
             with torch.no_grad():
@@ -248,6 +257,8 @@ class Training:
             if step == first:
                 synchronize(self.device)
                 begin = time.perf_counter()
+            if step == switch:
+                convert(self.model, QAT)
             for group in optimizer.param_groups:
                 group["lr"] = self.scale.learning_rate * rate(step, steps)
             objective, loss, _ = self.forward(ids_BS)
@@ -267,6 +278,8 @@ class Training:
                 row = Record(self.corpus, tokens, self.mode, seed, done, recent)
                 if evaluated:
                     synchronize(self.device)
+                    if done == steps == switch:
+                        convert(self.model, QAT)
                     if done > first:  # a run that was just restarted may be evaluated before
                         timed += time.perf_counter() - begin
                         speed = (done - first) * ids_BS.numel() * self.processes / timed
