@@ -62,7 +62,7 @@ from support.layers import with_numbers_in_adapters
 from support.processes import PROCESSES, Checks, Passes, device
 from support.tensors import BF16
 
-E, T, C, H, F = 4, 40, 2, 160, 48
+E, T, C, H, F = 4, 40, 2, 160, 96
 L = E // PROCESSES
 RECIPES: dict[str, Recipe | None] = {
     "none": None,
@@ -71,6 +71,7 @@ RECIPES: dict[str, Recipe | None] = {
     "mxfp8": MXFP8BlockScaling(),
 }
 BLOCK: dict[str, Any] = {"recipe": Float8BlockScaling()}
+QAT: dict[str, Any] = {"recipe": Float8BlockScaling(qat="mxfp4")}
 GATE_UP_AGAIN = {**BLOCK, "recompute_gate_up": True}
 Step = dict[str, Tensor]
 
@@ -755,6 +756,10 @@ CHECKS: Checks = {
         for way in ("all_gather", "all_to_all_v_fp8")  # open_sizes compiles all_to_all
     },
     "both_compiled": check_both_compiled,
+    "qat": partial(check_one_process, QAT, WAYS["all_gather"], False),
+    "qat_both": partial(
+        check_one_process, {**QAT, "weights": "both"}, WAYS["all_to_all_fp8"], True
+    ),
     **{
         f"gate_up_again_{name}": partial(check_one_process, GATE_UP_AGAIN, how, compiled)
         for name, how, compiled in (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grouped_linear import Float8BlockScaling, convert
+from grouped_linear import Float8BlockScaling, Format, Recipe, convert
 from grouped_linear.contrib import watch
 from support.compare import assert_same_bits
 from support.processes import PROCESSES, Checks, Passes
@@ -38,7 +38,7 @@ FUSED = "grouped SwiGLU, w13"
 FORMS = {"grouped SwiGLU": GroupedExperts, "grouped SwiGLU of GPT-OSS": GptOssGroupedExperts}
 
 
-def experts_of(form: str) -> nn.Module:
+def experts_of(form: str, F: int = F) -> nn.Module:
     if form == FUSED:
         pytest.importorskip("triton", reason="torchtitan's fused SwiGLU imports triton")
         from torchtitan.overrides import fused_swiglu
@@ -112,6 +112,13 @@ def test_weights_in_fp8() -> None:
     convert(frozen, weights="fp8")
     counts = torch.tensor(COUNTS)
     assert_same_bits(frozen(x, counts), experts(x, counts))
+    for recipe in (Float8BlockScaling(), None):  # learns in four bits, as it is served
+        learns, served = (experts_of("grouped SwiGLU of GPT-OSS", 64) for _ in range(2))
+        served.load_state_dict(learns.state_dict())
+        qat = Float8BlockScaling(qat="mxfp4") if recipe else Recipe(weight=Format(qat="mxfp4"))
+        convert(learns, qat)
+        convert(served, recipe, weights="mxfp4")
+        assert_same_bits(learns(x, counts), served(x, counts))
     with pytest.raises(ValueError, match="convert when it is loaded, or with weights='both'"):
         convert(on_meta, weights="fp8")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations import finegrained_fp8
 
-from grouped_linear import Float8BlockScaling, MXFP8BlockScaling, Recipe, convert
+from grouped_linear import Float8BlockScaling, Format, MXFP8BlockScaling, Recipe, convert
 from support.compare import assert_same_bits, assert_same_tensors, bits
 from support.deepseek_v4 import write_checkpoint
 from support.errors import sentence
@@ -219,3 +219,18 @@ def test_refused(folder: Path, tmp_path: Path) -> None:
     assert "load the checkpoint with FineGrainedFP8Config(dequantize=True)" in sentence(
         lambda: packed(tmp_path)
     )
+
+
+def test_learns_in_four_bits(folder: Path) -> None:
+    """Dequantized and trained for MXFP4, it has the numbers of the checkpoint, frozen."""
+    for recipe, learns in (
+        (Float8BlockScaling(), Float8BlockScaling(qat="mxfp4")),
+        (None, Recipe(weight=Format(qat="mxfp4"))),
+    ):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=BF16)
+        convert(model, learns, weights="both" if recipe else None)
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        frozen = packed(folder, recipe, "mxfp4", dtype=BF16)
+        assert_same_bits(loss, frozen(input_ids=IDS, labels=IDS).loss)
+        assert all(e.down_proj.grad.any() for e in experts_of(model))
