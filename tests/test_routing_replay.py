@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import CheckpointError
 from transformers import DynamicCache
 
 from grouped_linear import Float8BlockScaling, GroupedMLP, convert
-from grouped_linear.contrib import record_routing, replay_routing
+from grouped_linear.contrib import pad_routing, record_routing, replay_routing
 from support.compare import assert_same_tensors
 from support.devices import needs_gpu
 from support.errors import sentence
@@ -280,6 +281,7 @@ def test_calls_that_are_not_of_one_batch() -> None:
         lambda: record(generate(num_beams=3, num_return_sequences=3), rows=6),
         lambda: record(generate(num_beams=2), rows=4),
         lambda: record(taken_back),
+        lambda: record(generate(ids[:1].repeat(1, 2), prompt_lookup_num_tokens=2), rows=1),
         lambda: record(generate(num_return_sequences=2, do_sample=True)),
         lambda: record(generate(max_new_tokens=20)),
         lambda: record(lambda: model(ids, past_key_values=object(), use_cache=False)),
@@ -302,6 +304,7 @@ record_routing: a call went on behind tokens that did not run in this context, o
 record_routing: generate returned other sequences than those that ran, as beams do: decode greedily, or sample
 record_routing: generate returned other sequences than those that ran, as beams do: decode greedily, or sample
 record_routing: a call went on behind tokens that did not run in this context, or took some back: run every token in it, once
+record_routing: a call went on behind tokens that did not run in this context, or took some back: run every token in it, once
 record_routing: a call of the model has 4 x 5 tokens, the context 2 x 20: make a context for each micro-batch, with its own routing or batch_size
 record_routing: the model ran more than the 20 tokens of a sequence of this context
 record_routing: a object does not say how many tokens it holds: use a cache of transformers, without continuous batching
@@ -316,15 +319,24 @@ replay_routing: the model ran 0 tokens of a sequence, the routing has 5: give th
     record(first, behind)  # the cache holds what ran
 
 
-def test_layers_that_share_a_router() -> None:
+@pytest.mark.parametrize("shared", ["block", "router"])
+def test_layers_that_share_a_router(shared: str) -> None:
     model, ids = tiny("qwen3_moe", num_hidden_layers=2), tokens("cpu", B, S)
-    model.model.layers[1].mlp = model.model.layers[0].mlp
+    first, second = model.model.layers
+    if shared == "block":
+        second.mlp = first.mlp
+    else:
+        second.mlp.gate = first.mlp.gate
     convert(model)
-    for context in (record_routing(model, B, S), replay_routing(model, random_experts())):
+    layers = 1 if shared == "block" else 2
+    for context in (
+        record_routing(model, B, S),
+        replay_routing(model, random_experts(layers=layers)),
+    ):
         with context, torch.no_grad():
             assert sentence(lambda: model(ids)).endswith(
-                "_routing: model.layers.0.mlp runs twice in a call of the model: layers that share "
-                "a router cannot be told apart"
+                f"_routing: model.layers.{layers - 1}.mlp runs twice in a call of the model: "
+                "layers that share a router cannot be told apart"
             )
 
 
@@ -350,6 +362,106 @@ def test_padding_and_packed_sequences() -> None:
     with torch.no_grad(), replay_routing(model, both):
         found = model(packed, position_ids=position_ids, use_cache=False).logits[0]
     torch.testing.assert_close(found, torch.cat([right[0], short]), rtol=1e-4, atol=1e-4)
+
+
+# --- what samplers return ------------------------------------------------------------------------
+
+
+def with_a_dense_layer() -> Any:
+    """Three layers, of which the first has no experts, as DeepSeek's."""
+    torch.manual_seed(0)
+    return tiny("deepseek_v3", num_hidden_layers=3, first_k_dense_replace=1)
+
+
+@pytest.mark.parametrize("form", ["vLLM 0.21", "vLLM 0.21, JSON", "vLLM", "SGLang", "tail"])
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_arrays_of_samplers(form: str, side: str) -> None:
+    """Sequences of 7, 4 and 2 tokens, prompts of 3, 1 and 1, of which two were in a prefix cache.
+
+    Each row arrives at its own token; no row of padding or of the last token is made up.
+    """
+    model, lengths, prompts = with_a_dense_layer(), (7, 4, 2), (3, 1, 1)
+    at, mask = [], torch.zeros(3, 9, dtype=torch.int64)
+    for b, (n, p) in enumerate(zip(lengths, prompts, strict=True)):
+        start = {"left": 9 - n, "right": 0, "both": 3 - p}[side]  # both: trl's and verl's batches
+        at.append(range(start, start + n))
+        mask[b, start : start + n] = 1
+    chosen = random_experts(layers=2, tokens=9)[:3].short()
+    chosen[0, at[0][0]] = chosen[0, at[0][1], :] = -1
+    expected, given = torch.full_like(chosen, -1), []
+    for b, p in enumerate(prompts):
+        rows = chosen[b, at[b]]
+        if form == "tail":  # SGLang's routed_experts_start_len, vLLM's routed_experts_prompt_start
+            rows = rows[p:]
+        last = rows if form == "vLLM" and b == 1 else rows[:-1]  # the last may be there, too
+        cells = list(at[b])[p if form == "tail" else 0 :][: len(last)]
+        expected[b, cells] = last
+        parts: Any = (last[:p].numpy(), last[p:].numpy())  # int16
+        if form == "vLLM 0.21, JSON":
+            parts = tuple(part.tolist() for part in parts)
+        elif form != "vLLM 0.21":
+            dense = torch.zeros(len(last), 1, C, dtype=torch.int32)  # what its buffer has there
+            whole = torch.cat([dense, last.int()], 1).numpy()
+            flat = np.frombuffer(whole.tobytes(), dtype=np.int32)  # read-only
+            parts = {"vLLM": last, "SGLang": flat, "tail": (p, whole)}[form]
+        given.append(parts)
+    routing = pad_routing(model, given, mask)
+    assert routing.dtype == torch.int16
+    assert torch.equal(routing, expected)
+
+    ids = tokens("cpu", 3, 9)
+    with torch.no_grad(), replay_routing(model, routing), record_routing(model, 3, 9) as recording:
+        model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    taken, replayed = recording.take().short(), expected >= 0
+    assert torch.equal(taken[replayed], expected[replayed])
+    assert replayed.any()
+
+
+def test_arrays_of_another_shape() -> None:
+    model, mask = with_a_dense_layer(), torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])
+    one, two = torch.zeros(2, 2, C, dtype=torch.int16), torch.zeros(2, 2, C, dtype=torch.int16)
+
+    def padded(*given: Any, mask: Tensor = mask) -> Callable[[], Tensor]:
+        return lambda: pad_routing(model, given, mask)
+
+    far = torch.full((2, 2, C), 2**16, dtype=torch.int32)
+    far[..., 1] = 1
+    wrong = [
+        padded(one),
+        padded(one, two, mask=mask[0]),
+        padded(one, None),
+        padded(one.float(), two),
+        padded(one[:, :, :1], two),
+        padded(one, torch.zeros(2, 4, C, dtype=torch.int16)),
+        padded(one.flatten(), two.flatten()),
+        padded(one, torch.cat([two, one])),
+        padded(one, two[:0]),
+        padded((one, two), two),
+        padded((2, one), two),
+        lambda: replay_routing(model, padded(far, two[:1])()).__enter__(),
+        lambda: pad_routing(GroupedMLP(2, 16, 16), [one], mask),
+    ]
+    assert_expected_inline(
+        "\n".join(map(sentence, wrong)),
+        """\
+pad_routing: attention_mask must be [B, S], got [2, 4] for 1 sequences
+pad_routing: attention_mask must be [B, S], got [4] for 2 sequences
+pad_routing: sequence 1 has 2 tokens and a routing of 0: it must have one for each, or for each but the last
+pad_routing: sequence 0 has torch.float32 [2, 2, 2], not integers [tokens, layers, 2] of the 2 layers with experts or of all 3
+pad_routing: sequence 0 has torch.int16 [2, 2, 1], not integers [tokens, layers, 2] of the 2 layers with experts or of all 3
+pad_routing: sequence 1 has torch.int16 [2, 4, 2], not integers [tokens, layers, 2] of the 2 layers with experts or of all 3
+pad_routing: sequence 0 has torch.int16 [8], not integers [tokens, layers, 2] of the 2 layers with experts or of all 3
+pad_routing: sequence 1 has 2 tokens and a routing of 4: it must have one for each, or for each but the last
+pad_routing: sequence 1 has 2 tokens and a routing of 0: it must have one for each, or for each but the last
+pad_routing: sequence 0 has 3 tokens and a routing of 4: it must have one for each, or for each but the last
+pad_routing: sequence 0 has 3 tokens and a routing of 4: it must have one for each, or for each but the last
+replay_routing: model.layers.1.mlp has experts 0 to 4, the routing has 32767
+pad_routing: GroupedMLP has no router beside a module `experts`""",  # noqa: E501
+    )
+    several = pad_routing(model, [one, two[:1]], mask)  # as many tokens, and one less
+    assert several[:, :, 0, 0].tolist() == [[-1, 0, 0, -1], [0, -1, -1, -1]]
+    block = tiny("mixtral").model.layers[0].mlp  # no list of layers: none without experts
+    assert pad_routing(block, [one[:, :1]], mask[1:]).shape == (1, 4, 1, C)
 
 
 # --- compiled, checkpointed, wrapped -------------------------------------------------------------

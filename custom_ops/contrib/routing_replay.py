@@ -8,7 +8,7 @@ L layers with experts, C experts chosen for a token, E experts, S tokens of a se
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
 from types import MethodType
@@ -149,6 +149,73 @@ def replay_routing(model: nn.Module, routing: Tensor) -> Iterator[None]:
             )
 
 
+def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask: Tensor) -> Tensor:
+    """Make one routing of what vLLM or SGLang returned for each sequence.
+
+    The rows of sequence b go, in their order, to the tokens that ``attention_mask[b]`` shows, so
+    padding may be on either side or on both. Tokens without a row get -1: the router chooses.
+
+    Args:
+        model: the one that replays; see :func:`record_routing`.
+        routed_experts: for each of B sequences integers [tokens, layers, C] of torch, numpy or
+            lists, or a tuple of these, one after the other, as vLLM 0.21 returns prompt and
+            generation. A number in a tuple stands for as many tokens without a row, as before
+            SGLang's ``routed_experts_start_len``. Layers are those with experts, or all; flat
+            arrays, as SGLang's, have all. The last token, which was never computed, may be missing.
+        attention_mask: [B, S], nonzero where the model will get a token.
+
+    Returns:
+        [B, S, L, C] int16 beside `attention_mask`. :func:`replay_routing` checks the numbers.
+
+    Raises:
+        ValueError: for arrays that have other layers, choices or tokens than the model and mask.
+
+    >>> from transformers import MixtralConfig, MixtralForCausalLM
+    >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
+    ...                        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    >>> prompt, generated = [[[-1, -1]], [[5, 2]]], [[[0, 1]]]  # -1 was in a prefix cache
+    >>> mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    >>> routing = pad_routing(MixtralForCausalLM(config), [(prompt, generated), generated], mask)
+    >>> routing[:, :, 0, 0].tolist()
+    [[-1, -1, 5, 0, -1], [0, -1, -1, -1, -1]]
+    """
+    op = "pad_routing"
+    layers, mask = _layers_of(op, model), attention_mask.cpu().bool()
+    L, C = layers[-1].index + 1, layers[0].num_chosen
+    if mask.dim() != 2 or len(mask) != len(routed_experts):
+        got = f"{list(mask.shape)} for {len(routed_experts)} sequences"
+        raise ValueError(f"{op}: attention_mask must be [B, S], got {got}")
+    lists = [re.search(r": (.*?)\.(\d+)\.", layer.where + ".") for layer in layers]
+    numbers = sorted({int(found[2]) for found in lists if found})  # of those with experts
+    all_in = model.get_submodule(lists[0][1]) if lists[0] and len(numbers) == L else None
+    depth = L if all_in is None else len(all_in._modules)
+    routing = torch.full((*mask.shape, L, C), -1, dtype=torch.int16)
+    for b, given in enumerate(routed_experts):
+        parts = []
+        for part in given if isinstance(given, tuple) else (given,):
+            if part is None or isinstance(part, int):
+                part = torch.full((part or 0, L, C), -1)
+            t = part.cpu() if isinstance(part, Tensor) else torch.tensor(part)
+            if t.dim() == 1 and t.numel() % (depth * C) == 0:
+                t = t.view(t.numel() // (depth * C), depth, C)
+            fits = t.dim() == 3 and t.size(1) in (L, depth) and t.size(2) == C
+            if not fits or (t.numel() and t.dtype not in (*INTEGERS, torch.uint16)):
+                raise ValueError(
+                    f"{op}: sequence {b} has {t.dtype} {list(t.shape)}, not integers [tokens, "
+                    f"layers, {C}] of the {L} layers with experts or of all {depth}"
+                )
+            parts.append(t.long() if t.size(1) == L else t.long()[:, numbers])
+        rows, at = torch.cat(parts), mask[b].nonzero()[:, 0]
+        if len(rows) not in (len(at), len(at) - 1):
+            raise ValueError(
+                f"{op}: sequence {b} has {len(at)} tokens and a routing of {len(rows)}: it must "
+                "have one for each, or for each but the last"
+            )
+        # No wrong number becomes another expert's.
+        routing[b, at[: len(rows)]] = rows.clamp(-2, 2**15 - 1).short()
+    return routing.to(attention_mask.device)
+
+
 def _check_routing(op: str, routing: Any, layers: "list[_Layer]") -> bool:
     """Whether some tokens are padding; ValueError unless these routers could choose all others."""
     L = layers[-1].index + 1
@@ -269,11 +336,10 @@ def _running(context: "_Context", model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
 
         def put(module: nn.Module, name: str, function: Any) -> None:
-            has, before = name in vars(module), vars(module).get(name)
-            stack.callback(vars(module).update, {name: before}) if has else stack.callback(
-                vars(module).pop, name
-            )
-            vars(module)[name] = function
+            own = vars(module)
+            undo = (own.update, {name: own[name]}) if name in own else (own.pop, name)
+            stack.callback(*undo)
+            own[name] = function
 
         for layer in context.layers:
             put(layer.router, "forward", layer.forward)
@@ -294,9 +360,8 @@ def _generate(context: "_Context", module: Any) -> Callable[..., Any]:
     def generate(*args: Any, **kwargs: Any) -> Any:
         output = plain(*args, **kwargs)
         column = context.check_calls()
-        returned = getattr(output, "sequences", output)[:, :-1].to(
-            context.tokens
-        )  # the last: never
+        returned = getattr(output, "sequences", output)[:, :-1]  # the last one never runs
+        returned = returned.to(context.tokens)
         ran = context.tokens[:, :column][:, -returned.size(1) :]
         if ran.shape != returned.shape or bool(((ran >= 0) & (ran != returned)).any()):
             raise ValueError(
