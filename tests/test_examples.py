@@ -17,7 +17,7 @@ EXAMPLES = {
     "train_qwen3_moe": (("transformers", "accelerate", "matplotlib"), "FP8 "),
     "finetune_experts": (("transformers", "peft", "tqdm", "matplotlib"), "last loss"),
     "generate_from_fp8": (("transformers", "accelerate"), "tokens a second"),
-    "reinforce_moe": (("transformers",), "bytes of routing"),
+    "grpo_moe": (("transformers", "trl"), "   3 "),
     "torchtitan_moe": (("torchtitan", "spmd_types", "triton", "tqdm"), "converted, FP8"),
     "cuda_graphs": (("tqdm", "matplotlib"), "last loss"),
     "debug_fp8": ((), "dead expert"),
