@@ -446,15 +446,15 @@ def test_arrays_of_another_shape() -> None:
         """\
 pad_routing: attention_mask must be [B, S], got [2, 4] for 1 sequences
 pad_routing: attention_mask must be [B, S], got [4] for 2 sequences
-pad_routing: sequence 1 has 2 tokens and a routing of 0: it must have one for each, or for each but the last
-pad_routing: sequence 0 has torch.float32 [2, 2, 2], not integers [tokens, layers, 2] of the 2 layers with experts or of all 3
-pad_routing: sequence 0 has torch.int16 [2, 2, 1], not integers [tokens, layers, 2] of the 2 layers with experts or of all 3
-pad_routing: sequence 1 has torch.int16 [2, 4, 2], not integers [tokens, layers, 2] of the 2 layers with experts or of all 3
-pad_routing: sequence 0 has torch.int16 [8], not integers [tokens, layers, 2] of the 2 layers with experts or of all 3
-pad_routing: sequence 1 has 2 tokens and a routing of 4: it must have one for each, or for each but the last
-pad_routing: sequence 1 has 2 tokens and a routing of 0: it must have one for each, or for each but the last
-pad_routing: sequence 0 has 3 tokens and a routing of 4: it must have one for each, or for each but the last
-pad_routing: sequence 0 has 3 tokens and a routing of 4: it must have one for each, or for each but the last
+pad_routing: sequence 1 has 2 tokens and a routing of 0: the last may have none, and n before by (n, rows)
+pad_routing: sequence 0: a routing is integers [tokens, 2 layers with experts or all 3, 2], got torch.float32 [2, 2, 2]
+pad_routing: sequence 0: a routing is integers [tokens, 2 layers with experts or all 3, 2], got torch.int16 [2, 2, 1]
+pad_routing: sequence 1: a routing is integers [tokens, 2 layers with experts or all 3, 2], got torch.int16 [2, 4, 2]
+pad_routing: sequence 0: a routing is integers [tokens, 2 layers with experts or all 3, 2], got torch.int16 [8]
+pad_routing: sequence 1 has 2 tokens and a routing of 4: the last may have none, and n before by (n, rows)
+pad_routing: sequence 1 has 2 tokens and a routing of 0: the last may have none, and n before by (n, rows)
+pad_routing: sequence 0 has 3 tokens and a routing of 4: the last may have none, and n before by (n, rows)
+pad_routing: sequence 0 has 3 tokens and a routing of 4: the last may have none, and n before by (n, rows)
 replay_routing: model.layers.1.mlp has experts 0 to 4, the routing has 32767
 pad_routing: GroupedMLP has no router beside a module `experts`""",  # noqa: E501
     )

@@ -106,18 +106,14 @@ def replay_routing(model: nn.Module, routing: Tensor) -> Iterator[None]:
     The model's routers compute their logits, and of these the weights of the given experts, as they
     always do, so gradients reach the routers. ``routing[b, s]`` is of the token in ``[b, s]`` of
     the model's input, whatever its position: padding may be on either side, and several sequences
-    packed into one. A context is of one batch. Each micro-batch gets one of its own::
-
-        with replay_routing(model, routing[rows]):
-            model(ids[rows]).logits.sum().backward()
-
-    Its calls have all B x S tokens or, without gradients, go on behind those in their cache.
-    With activation checkpointing the backward belongs into the context.
+    packed into one. A context is of one batch: each micro-batch gets one of its own, of
+    ``routing[rows]``. Its calls have all B x S tokens or, without gradients, go on behind those in
+    their cache. With activation checkpointing the backward belongs into the context.
 
     Args:
         model: see :func:`record_routing`.
-        routing: [B, S, L, C] integers, as vLLM's and SGLang's ``routed_experts``. Where all C are
-            -1, the router chooses. Numbers are checked here, in one wait for the device.
+        routing: [B, S, L, C] integers; :func:`pad_routing` makes it of vLLM's and SGLang's. Where
+            all C are -1, the router chooses. Numbers are checked here, in one wait for the device.
 
     Raises:
         ValueError: for a routing of another shape or dtype than the model's, for the number of an
@@ -152,8 +148,8 @@ def replay_routing(model: nn.Module, routing: Tensor) -> Iterator[None]:
 def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask: Tensor) -> Tensor:
     """Make one routing of what vLLM or SGLang returned for each sequence.
 
-    The rows of sequence b go, in their order, to the tokens that ``attention_mask[b]`` shows, so
-    padding may be on either side or on both. Tokens without a row get -1: the router chooses.
+    The rows of sequence b go, in their order, to the tokens that ``attention_mask[b]`` shows, with
+    padding on any side. Tokens without a row get -1: the router chooses.
 
     Args:
         model: the one that replays; see :func:`record_routing`.
@@ -168,15 +164,14 @@ def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask:
         [B, S, L, C] int16 beside `attention_mask`. :func:`replay_routing` checks the numbers.
 
     Raises:
-        ValueError: for arrays that have other layers, choices or tokens than the model and mask.
+        ValueError: for other layers, choices or tokens than those of the model and the mask.
 
     >>> from transformers import MixtralConfig, MixtralForCausalLM
-    >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
-    ...                        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    >>> with torch.device("meta"):  # no weight is read
+    ...     model = MixtralForCausalLM(MixtralConfig(num_hidden_layers=1))
     >>> prompt, generated = [[[-1, -1]], [[5, 2]]], [[[0, 1]]]  # -1 was in a prefix cache
     >>> mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
-    >>> routing = pad_routing(MixtralForCausalLM(config), [(prompt, generated), generated], mask)
-    >>> routing[:, :, 0, 0].tolist()
+    >>> pad_routing(model, [(prompt, generated), generated], mask)[:, :, 0, 0].tolist()
     [[-1, -1, 5, 0, -1], [0, -1, -1, -1, -1]]
     """
     op = "pad_routing"
@@ -187,8 +182,8 @@ def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask:
         raise ValueError(f"{op}: attention_mask must be [B, S], got {got}")
     lists = [re.search(r": (.*?)\.(\d+)\.", layer.where + ".") for layer in layers]
     numbers = sorted({int(found[2]) for found in lists if found})  # of those with experts
-    all_in = model.get_submodule(lists[0][1]) if lists[0] and len(numbers) == L else None
-    depth = L if all_in is None else len(all_in._modules)
+    first = lists[0] if len(numbers) == L else None
+    depth = len(model.get_submodule(first[1])._modules) if first else L
     routing = torch.full((*mask.shape, L, C), -1, dtype=torch.int16)
     for b, given in enumerate(routed_experts):
         parts = []
@@ -200,19 +195,15 @@ def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask:
                 t = t.view(t.numel() // (depth * C), depth, C)
             fits = t.dim() == 3 and t.size(1) in (L, depth) and t.size(2) == C
             if not fits or (t.numel() and t.dtype not in (*INTEGERS, torch.uint16)):
-                raise ValueError(
-                    f"{op}: sequence {b} has {t.dtype} {list(t.shape)}, not integers [tokens, "
-                    f"layers, {C}] of the {L} layers with experts or of all {depth}"
-                )
+                wanted = f"integers [tokens, {L} layers with experts or all {depth}, {C}]"
+                got = f"{t.dtype} {list(t.shape)}"
+                raise ValueError(f"{op}: sequence {b}: a routing is {wanted}, got {got}")
             parts.append(t.long() if t.size(1) == L else t.long()[:, numbers])
         rows, at = torch.cat(parts), mask[b].nonzero()[:, 0]
-        if len(rows) not in (len(at), len(at) - 1):
-            raise ValueError(
-                f"{op}: sequence {b} has {len(at)} tokens and a routing of {len(rows)}: it must "
-                "have one for each, or for each but the last"
-            )
-        # No wrong number becomes another expert's.
-        routing[b, at[: len(rows)]] = rows.clamp(-2, 2**15 - 1).short()
+        if len(at) - len(rows) not in (0, 1):
+            got = f"sequence {b} has {len(at)} tokens and a routing of {len(rows)}"
+            raise ValueError(f"{op}: {got}: the last may have none, and n before by (n, rows)")
+        routing[b, at[: len(rows)]] = rows.clamp(-2, 2**15 - 1).short()  # wrong ones stay wrong
     return routing.to(attention_mask.device)
 
 
@@ -290,31 +281,21 @@ def _calls_topk(module: nn.Module) -> bool:
 @cache
 def _forward_of(cls: Any) -> Callable[..., Any]:
     """The forward of a :class:`_Model` with the signature of a class's, by which generate goes."""
-
-    @wraps(cls.forward)
-    def forward(self: _Model, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
-
-    return forward
+    return wraps(cls.forward)(lambda model, *args, **kwargs: model.run(*args, **kwargs))
 
 
-def _arguments(module: nn.Module) -> tuple[str, ...]:
-    """The names of the arguments of the forward of a module's class, without self."""
-    return tuple(inspect.signature(type(module).forward).parameters)[1:]
-
-
-def _models_of(op: str, model: nn.Module, routers: set[nn.Module]) -> list[nn.Module]:
+def _models_of(context: "_Context", model: nn.Module) -> "list[_Model]":
     """The modules that get tokens and have all routers inside: a model, and the one it calls."""
-    found = []
+    found, routers = [], {layer.router for layer in context.layers}
     for module in model.modules():
-        names = _arguments(module)
+        names = [*inspect.signature(type(module).forward).parameters][1:]  # without self
         takes = "inputs_embeds" in names or ("input_ids" in names and "hidden_states" not in names)
         if takes and routers <= set(module.modules()):
-            found.append(module)
+            found.append(_Model(context, module, names))
     if not found:
         raise ValueError(
-            f"{op}: nothing in {type(model).__name__} has all routers inside and takes input_ids: "
-            "give the model that gets the tokens"
+            f"{context.op}: nothing in {type(model).__name__} has all routers inside and takes "
+            "input_ids: give the model that gets the tokens"
         )
     return found
 
@@ -325,8 +306,7 @@ def _running(context: "_Context", model: nn.Module) -> Iterator[None]:
 
     They are set on the modules, as accelerate sets forwards, which would hide a class's forward.
     """
-    routers = {layer.router for layer in context.layers}
-    models = [_Model(context, m) for m in _models_of(context.op, model, routers)]
+    models = _models_of(context, model)
     around: Any = models[0]
     while isinstance(around := getattr(around.inner, "__self__", None), _Model):
         if context.replays and around.context.replays:
@@ -403,12 +383,7 @@ class _Context(_State):
     columns: Tensor | None  # [n], of the call that runs
 
     def __init__(
-        self,
-        op: str,
-        model: nn.Module,
-        layers: "list[_Layer]",
-        experts: Tensor,
-        pads: bool | None = None,
+        self, op: str, model: Any, layers: "list[_Layer]", experts: Tensor, pads: bool | None = None
     ) -> None:
         super().__init__()
         self.op, self.layers, self.replays, self.pads = op, layers, pads is not None, pads
@@ -446,13 +421,12 @@ class _Context(_State):
         """Raise ValueError for a layer that did not run in a call."""
         ran = {layer.index for layer in self.layers if layer.ran}
         for layer in self.layers:
+            layer.ran = False  # as at first, so that no graph is compiled again
             if layer.index not in ran:
                 raise ValueError(
                     f"{layer.where} did not run in the model's call: it has another router now, or "
                     "the model left a layer out"
                 )
-        for layer in self.layers:
-            layer.ran = False  # as at first, so that no graph is compiled again
 
     def check_calls(self) -> int:
         """The tokens of a sequence that ran; ValueError if they were not those of one batch."""
@@ -476,9 +450,9 @@ class _Model(_State):
 
     module: nn.Module
 
-    def __init__(self, context: _Context, module: nn.Module) -> None:
+    def __init__(self, context: _Context, module: nn.Module, names: list[str]) -> None:
         super().__init__()
-        self.context, self.names = context, _arguments(module)
+        self.context, self.names = context, names
         self.inner: Callable[..., Any] = module.forward
         vars(self)["module"] = module  # not a submodule
 
@@ -535,8 +509,7 @@ class _Layer(_State):
         vars(self)["router"] = router  # not a submodule
         numbers = (getattr(m, "num_experts", None) for m in (router, *experts.modules()))
         self.num_experts: int = next(number for number in numbers if isinstance(number, int))
-        has = hasattr(router, "top_k")
-        self.num_chosen: int = router.top_k if has else router.config.top_k_experts
+        self.num_chosen: int = getattr(router, "top_k", None) or router.config.top_k_experts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The router's forward, recorded, or with the experts of a replay."""
