@@ -91,7 +91,7 @@ class Sampler:
             to = parts[f"{layer}.experts.{whole}"][int(number)]
             if projection != "down_proj":
                 to = to.chunk(2)[projection == "up_proj"]
-            to.copy_(t.contiguous().view(torch.uint8).view_as(to))
+            to.copy_(t.contiguous().view(to.dtype).view_as(to))  # bytes, or as it is
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
         self.load(tensors_of(trainer.model, self.recipe))
