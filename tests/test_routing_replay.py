@@ -403,7 +403,8 @@ def test_arrays_of_samplers(form: str, side: str) -> None:
             dense = torch.zeros(len(last), 1, C, dtype=torch.int32)  # what its buffer has there
             whole = torch.cat([dense, last.int()], 1).numpy()
             flat = np.frombuffer(whole.tobytes(), dtype=np.int32)  # read-only
-            parts = {"vLLM": last, "SGLang": flat, "tail": (p, whole)}[form]
+            tail = p, whole.astype(np.uint16)  # vLLM's of more than 256 experts
+            parts = {"vLLM": last, "SGLang": flat, "tail": tail}[form]
         given.append(parts)
     routing = pad_routing(model, given, mask)
     assert routing.dtype == torch.int16
