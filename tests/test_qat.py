@@ -87,14 +87,13 @@ def results(layer: nn.Module, device: str, dtype: torch.dtype, **arguments: Any)
     return [y.detach(), x.grad]
 
 
-IN_FP8 = [of for of in RECIPES if of != "16_bits"]
-STORED: list[dict[str, Any]] = [{"weights": "both"}, {"cache_weights": True}]
+STORED: list[dict[str, Any]] = [{}, {"weights": "both"}, {"cache_weights": True}]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("of", "options"),
-    [*((of, {}) for of in RECIPES), *itertools.product(IN_FP8, STORED)],
+    [*itertools.product(RECIPES, STORED)],
     ids=str,
 )
 def test_as_frozen(device: str, dtype: torch.dtype, of: str, options: dict[str, Any]) -> None:
@@ -265,10 +264,6 @@ def test_fake_quantize(device: str) -> None:
             lambda: GroupedLinear(2, 64, 32, recipe=RECIPES["fp8"][0], weights="fp8"),
             "weights='fp8' is frozen and learns in no format: leave qat out",
         ),
-        (
-            lambda: GroupedLinear(2, 64, 32, recipe=RECIPES["16_bits"][0], weights="both"),
-            "weights='both' needs the recipe Float8BlockScaling",
-        ),
     ],
 )
 def test_what_is_refused(make: Any, sentence: str) -> None:
@@ -301,7 +296,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("of", "weights"), [("fp8", None), ("fp8", "both"), ("16_bits", None)])
+@pytest.mark.parametrize(("of", "weights"), itertools.product(["fp8", "16_bits"], [None, "both"]))
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
 def test_checkpoint_learns(
     checkpoints: dict[str, Any], name: str, of: str, weights: Any, device: str

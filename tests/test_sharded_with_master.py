@@ -57,6 +57,7 @@ RECIPES = {
     "block": Float8BlockScaling(),
     "current": Float8CurrentScaling(),
     "qat": Float8BlockScaling(qat="mxfp4"),
+    "qat_16_bits": Recipe(weight=Format(qat="mxfp4")),
     "own": Recipe(weight=Format(quantize=rounded)),
 }
 

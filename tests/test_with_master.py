@@ -52,6 +52,7 @@ RECIPES = {
     "block": Float8BlockScaling(),
     "current": Float8CurrentScaling(),
     "qat": Float8BlockScaling(qat="mxfp4"),
+    "qat_16_bits": Recipe(weight=Format(qat="mxfp4")),
 }
 DTYPES = {"bf16": BF16, "fp32": FP32, "fp16": torch.float16}
 
@@ -588,12 +589,14 @@ def test_a_view_has_its_numbers_or_none(name: str) -> None:
     w = GroupedTensorWithMaster.quantize(plain, RECIPES[name])
     for view in (w, w.detach(), w.data, w[1], w[1:], w[1:][1], w[1][None], w.view(E, N, K)):
         q, scale, q_t = view.quantized_weight()
-        assert q.shape == view.shape
-        assert_same_bits(q_t, q.mT)
+        if name != "qat_16_bits":  # codes of MXFP4 are two a byte, in one layout
+            assert q.shape == view.shape
+            assert_same_bits(q_t, q.mT)
+            assert view.element_size() == 4
         twin = GroupedTensorWithMaster.quantize(view.dequantize().view(-1, N, K), RECIPES[name])
         assert_all_same_bits((q, scale), (twin.q.view_as(q), twin.scale.view_as(scale)))
-        assert view.nbytes == sum(t.nbytes for t in (view.numbers, q, scale, q_t))
-        assert view.element_size() == 4
+        parts = (view.numbers, q, scale, q_t)
+        assert view.nbytes == sum(t.nbytes for t in parts if t is not None)
     views: list[Callable[[Any], Any]] = [
         lambda t: t.mT,
         lambda t: t[:, :128],
@@ -742,9 +745,9 @@ def test_meta_device(name: str) -> None:
     recipe = FORMATS[name]
     layer = GroupedLinear(E, K, N, recipe=recipe, weights="both", device="meta")
     layer.to_empty(device="cpu")
-    filled = [part for part in layer.weight.parts if part is not None and part.dtype == FP32]
-    assert filled
-    assert all(part.isnan().all() for part in filled)  # until the weight is drawn or loaded
+    q, scale, _ = layer.weight.parts  # NaN until the weight is drawn or loaded; E8M0's is 255
+    scale = q if scale is None else scale
+    assert (scale == 255 if scale.dtype == torch.uint8 else scale.isnan()).all()
     torch.manual_seed(0)
     layer.reset_parameters()
     torch.manual_seed(0)

@@ -463,10 +463,12 @@ def _operand(
     beside = stored_weight("grouped_linear", stored, (recipe or UNQUANTIZED).transposed)
     if beside is None or beside.scale is None:  # a format of one's own is of [E, N, K]
         return stored.transpose(1, 2), None
-    q, scale, q_t = beside
-    assert scale is not None
-    q_t = ops.transpose_weight(q) if q_t is None else q_t
-    transposed = QuantizedWeight(q_t, scale.mT if scale.dim() == 3 else scale, q)
+    transposed = beside  # MXFP4's codes are of [E, N, K] anyway
+    if not beside.is_mxfp4:
+        q, scale, q_t = beside
+        assert scale is not None
+        q_t = ops.transpose_weight(q) if q_t is None else q_t
+        transposed = QuantizedWeight(q_t, scale.mT if scale.dim() == 3 else scale, q)
     if isinstance(stored, GroupedTensorWithMaster):
         return stored.transpose(1, 2), transposed
     return _TransposedStandIn.apply(stored), transposed

@@ -43,8 +43,8 @@ class GatheredWeight(Tensor):
     are in the shards.
     """
 
-    q: Tensor  # [E, N, K] e4m3
-    scale: Tensor  # [E, ceil(N / 128), ceil(K / 128)] or [E], as the recipe has it
+    q: Tensor  # [E, N, K] e4m3, or codes of MXFP4
+    scale: Tensor  # [E, ceil(N / 128), ceil(K / 128)], [E] or MXFP4's, as the recipe has it
     recipe: Recipe  # by which the shards are quantized
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -54,16 +54,20 @@ class GatheredWeight(Tensor):
         cls: type["GatheredWeight"], q: Tensor, scale: Tensor, recipe: Recipe, dtype: torch.dtype
     ) -> "GatheredWeight":
         """Wrap what was gathered; ``dtype`` is that of the numbers it stands for."""
+        like, format = q, recipe.weight
+        if format.stored_as == "mxfp4":
+            E, N, K = *q.shape[:2], 2 * q.size(2)
+            like = torch.empty((E, N, K) if format.qat_dim == -1 else (E, K, N), device="meta")
         t: GatheredWeight = Tensor._make_wrapper_subclass(
-            cls, q.shape, strides=q.stride(), dtype=dtype, device=q.device
+            cls, like.shape, strides=like.stride(), dtype=dtype, device=q.device
         )
         t.q, t.scale, t.recipe = q, scale, recipe
         return t
 
     @property
-    def scaling(self) -> str | None:
-        """That of the recipe's weights: a constant, see :attr:`Format.compared`."""
-        return self.recipe.weight.scaling
+    def stored_as(self) -> str | None:
+        """What the recipe's weights are: a constant, see :attr:`Format.compared`."""
+        return self.recipe.weight.stored_as
 
     def quantized_weight(self) -> QuantizedWeight:
         """The numbers that a layer's GEMMs read."""

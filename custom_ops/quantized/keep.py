@@ -23,7 +23,7 @@ Weights = Literal["both", "fp8", "mxfp4"] | None
 #: The recipes that each way to keep weights needs, as errors name them.
 NEEDS = {
     "both": "the recipe Float8BlockScaling, Float8CurrentScaling or one with a weight format of "
-    "your own",
+    "your own or in MXFP4",
     "fp8": "the recipe Float8BlockScaling",
     "mxfp4": "no recipe, Float8BlockScaling or MXFP8BlockScaling",
 }
@@ -101,7 +101,7 @@ def stored_weight(op: str, w: Any, recipe: Recipe) -> QuantizedWeight | None:
         # A view, as of a weight that is stored transposed, has no parts of its own.
         same = recipe.weight.compared == w.format_options
         return w.parts_if_whole() if same else None
-    if not recipe.weight.reads_scales_of(w.scaling):
+    if recipe.weight.stored_as != w.stored_as:
         name, got = type(w.recipe).__name__, None if recipe is UNQUANTIZED else recipe
         raise ValueError(f"{op}: a quantized weight needs the recipe {name}, got {got!r}")
     return w.quantized_weight()

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from grouped_linear import ops
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, arguments_of
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, arguments_of
 from grouped_linear.quantized.gathered import views_of
-from grouped_linear.recipes.quantize_weight import QuantizedWeight, stores
+from grouped_linear.recipes.quantize_weight import QuantizedWeight, poison_, stores
 
 aten = torch.ops.aten
 
@@ -253,8 +253,8 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return func(t.numbers, **kwargs)
     parts = t.parts.each(lambda part: torch.empty_like(part, device=device))
     for part in parts:  # NaN until the weight is drawn or loaded
-        if part is not None and part.dtype == torch.float32:
-            part.fill_(torch.nan)
+        if part is not None and part.dtype != E4M3:
+            poison_(part)
     return t._of_parts(func(t.numbers, **kwargs), parts, t.recipe)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from grouped_linear.recipes import Recipe
 from grouped_linear.recipes.format import Device, WeightList
-from grouped_linear.recipes.quantize_weight import QuantizedWeight, new_weight, stores
+from grouped_linear.recipes.quantize_weight import QuantizedWeight, new_weight, poison_, stores
 
 
 class WeightCache(nn.Module):
@@ -121,7 +121,7 @@ class WeightCache(nn.Module):
         poisoned = (self.values, self.columnwise) if self.scale is None else (self.scale,)
         for t in poisoned:
             if t is not None:
-                t.fill_(torch.nan)
+                poison_(t)
         self._cold_writes = self._writes
 
     def __getstate__(self) -> dict[str, Any]:

@@ -139,7 +139,8 @@ class GroupedTensorWithMaster(HandledTensor):
             w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16. A plain contiguous
                 `w` is not copied; it is then this tensor's memory, and is written through it alone.
             recipe: ``Float8BlockScaling()``, the default, ``Float8CurrentScaling()``, or one whose
-                weight format is a function of your own.
+                weight format is a function of your own or ``Format(qat="mxfp4")``, whose q and
+                scale are those of :class:`grouped_linear.ops.Mxfp4Weight`.
             columnwise: keep q_t too, which dgrad reads.
 
         Raises:
@@ -443,7 +444,8 @@ def _rebuild(state: dict[str, Any]) -> GroupedTensorWithMaster:
         name, options = recipe
         recipe = _PICKLED_BY_NAME[name](**options)
     parts = QuantizedWeight(*state["parts"])
-    parts = parts.each(lambda part: part.view(E4M3) if part.dtype == torch.uint8 else part)
+    if recipe.weight.stored_as != "mxfp4":  # whose parts are bytes
+        parts = parts.each(lambda part: part.view(E4M3) if part.dtype == torch.uint8 else part)
     _check_parts(master, parts, recipe.weight)
     t = GroupedTensorWithMaster._of_parts(master.detach(), parts, recipe)
     vars(t).update(attributes)

@@ -320,9 +320,10 @@ class Format:
         """Whether each block of numbers has a scale."""
         return self.scaling == "block"
 
-    def reads_scales_of(self, scaling: str | None) -> bool:
-        """Whether GEMMs in this format read a weight that was quantized with this scaling."""
-        return self.scaling == scaling
+    @property
+    def stored_as(self) -> str | None:
+        """What a weight that is stored in this format is: its scaling, or "mxfp4" for codes."""
+        return "mxfp4" if self.scaling is None and self.qat is not None else self.scaling
 
     @property
     def transposes_columnwise(self) -> bool:

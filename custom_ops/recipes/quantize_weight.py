@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from grouped_linear import ops
-from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
+from grouped_linear.meta_kernels.rules import BLOCK, E4M3, MX_BLOCK, ceil_div
 from grouped_linear.recipes.format import (
     Device,
     Format,
@@ -136,13 +136,17 @@ def weight_for_dgrad(columnwise: Values, scale: Tensor | None, format: Format) -
 
 def stores(format: Format) -> bool:
     """Whether a weight in this format differs from the parameter and can be stored."""
-    return format.quantize is None and format.scaling is not None
+    return format.quantize is None and format.stored_as is not None
 
 
 def new_weight(
     format: Format, E: int, N: int, K: int, device: Device, columnwise: bool = True
 ) -> QuantizedWeight:
     """Allocate a weight in a format, its contents unspecified."""
+    if format.stored_as == "mxfp4":  # codes and scales of [E, N, K], also of one kept as [E, K, N]
+        N, K = (N, K) if format.qat_dim == -1 else (K, N)
+        codes = torch.empty(E, N, K // 2, dtype=torch.uint8, device=device)
+        return QuantizedWeight(codes, codes.new_empty(E, N, K // MX_BLOCK), None)
     if format.scaling == "mx":  # bfloat16 numbers for each of the two roundings
         like: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
         values = torch.empty(E, N, K, **like)
@@ -153,6 +157,11 @@ def new_weight(
         torch.empty(scales, dtype=torch.float32, device=device),
         torch.empty(E, K, N, dtype=E4M3, device=device) if columnwise else None,
     )
+
+
+def poison_(t: Tensor) -> None:
+    """Fill scales, or numbers without any, with NaN; of MXFP4 that is 255."""
+    t.fill_(torch.nan if t.is_floating_point() else 255)
 
 
 def store_weight(w_ENK: Tensor, format: Format, columnwise: bool) -> QuantizedWeight:
@@ -189,7 +198,14 @@ def refresh_weight_(
     false leaves ``quantized`` alone. None stands for true.
     """
     values, scale, columnwise = quantized
-    if format.quantize is not None:
+    if format.qat is not None and weights[0].dim() == 2:
+        weights = (torch.stack(weights),)
+    if format.stored_as == "mxfp4":
+        w = weights[0] if format.qat_dim == -1 else weights[0].mT
+        for part, new in zip((values, scale), ops.quantize_mxfp4(w), strict=True):
+            assert part is not None
+            part.copy_(new if refresh is None else torch.where(refresh, new, part))
+    elif format.quantize is not None:
         for part, numbers in zip(quantized, _by_function(weights[0], format), strict=True):
             if part is not None and numbers is not None:
                 part.copy_(numbers)
@@ -199,8 +215,6 @@ def refresh_weight_(
         own, amax = format.scale_and_amax()
         ops.refresh_weight_delayed_(values, scale, columnwise, amax, weights, own, refresh)
     else:
-        if format.qat is not None and weights[0].dim() == 2:
-            weights = (torch.stack(weights),)
         in_blocks = format.scaling == "block"
         refresh_ = ops.refresh_weight_ if in_blocks else ops.refresh_weight_current_
         refresh_(values, scale, columnwise, weights, refresh, **format.weight_options)

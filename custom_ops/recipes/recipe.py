@@ -123,7 +123,8 @@ class Recipe:
     def keeps_weights_as(self, weights: str) -> bool:
         """Whether a layer may keep its weights in this way, "both", "fp8" or "mxfp4"."""
         if weights == "both":
-            return self.weight.scaling in ("block", "group") or self.weight.quantize is not None
+            is_stored = self.weight.stored_as in ("block", "group", "mxfp4")
+            return is_stored or self.weight.quantize is not None
         learns_in_mxfp4 = self.weight.qat is not None
         return weights in self.freezes_weights_as and not (weights == "fp8" and learns_in_mxfp4)
 
