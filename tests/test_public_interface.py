@@ -97,11 +97,12 @@ def test_arguments() -> None:
 Activation()
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
 Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0, share_x_scales=True,
-    wgrad=torch.float8_e4m3fn, *, requantize_weights=False)
+    wgrad=torch.float8_e4m3fn, *, requantize_weights=False, qat=None)
 Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0,
     gradient_dtype=torch.float8_e4m3fn, *, requantize_weights=False)
 Format(dtype=None, scaling=None, power_of_two_scales=False, amax_epsilon=0, share_scales=False,
-    wgrad_dtype=None, quantize=None, state=None, records=True, observer=None)
+    wgrad_dtype=None, quantize=None, state=None, records=True, qat=None, qat_dim=-1,
+    observer=None)
 GeGLU(approximate='none')
 GroupedLinear(num_experts, in_features, out_features, bias=True, device=None, dtype=None, *,
     recipe=None, cache_weights=False, fuse_wgrad_accumulation=False, weights=None, lora=None)

@@ -138,12 +138,6 @@ class Format:
             next to no precision; see :class:`grouped_linear.Float8BlockScaling`.
         wgrad_dtype: multiply the tensor itself in wgrad, cast to this 16-bit dtype. None: what
             wgrad multiplies is in this format, too.
-        qat: ``"mxfp4"`` multiplies a weight that learns by its numbers in MXFP4, see
-            :func:`grouped_linear.ops.quantize_mxfp4`: with the scaling ``"block"`` in FP8, exactly
-            (:class:`grouped_linear.Float8BlockScaling`), without one beside 16 bits or float32. The
-            gradient reaches the weight as if it had not been rounded.
-        qat_dim: along which dimension of the weight its blocks run: -1, or -2 of one that is kept
-            as [E, K, N].
         quantize: a function in place of all of these but ``wgrad_dtype``, called as
             ``quantize(t, offs, layouts)``: t [T, K] with the group ends offs [E] int32, or a weight
             t [E, N, K] with offs None. It returns a tensor that stands for both layouts, or
@@ -152,6 +146,12 @@ class Format:
             place: t is the caller's tensor.
         state: where ``"delayed"`` scaling reads scales and records amaxes. A layer sets it.
         records: whether amaxes are recorded there.
+        qat: ``"mxfp4"`` multiplies a weight that learns by its numbers in MXFP4, see
+            :func:`grouped_linear.ops.quantize_mxfp4`: with the scaling ``"block"`` in FP8, exactly
+            (:class:`grouped_linear.Float8BlockScaling`), without one beside 16 bits or float32. The
+            gradient reaches the weight as if it had not been rounded.
+        qat_dim: along which dimension of the weight its blocks run: -1, or -2 of one that is kept
+            as [E, K, N].
         observer: called with each operand that is made in this format, for a tool that looks at it,
             as ``observer(source, operands, offs, layouts)``: a tensor, or what rows are computed
             from (:class:`Gathered`, :class:`SwigluOf`, :class:`SwigluGradOf`), what was made of it,
@@ -176,11 +176,11 @@ class Format:
     amax_epsilon: float = 0
     share_scales: bool = False
     wgrad_dtype: torch.dtype | None = None
-    qat: Literal["mxfp4"] | None = None
-    qat_dim: int = -1
     quantize: Callable[[Tensor, Tensor | None, Layouts], Operands | Tensor] | None = None
     state: Any = None
     records: bool = True
+    qat: Literal["mxfp4"] | None = None
+    qat_dim: int = -1
     observer: Callable[..., None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
