@@ -3,6 +3,7 @@
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from grouped_linear import (
 )
 from grouped_linear.contrib import compare
 from grouped_linear.integrations.checkpoints.mxfp4 import mxfp4_config
+from grouped_linear.integrations.checkpoints.tensors import CheckpointTensors
 from grouped_linear.integrations.transformers import register
 from grouped_linear.quantized.frozen import FrozenBytes
 from support.compare import assert_same_bits, assert_same_tensors
 from support.errors import sentence
+from support.four_bits import HAS_QAT, learns_in_mxfp4
 from support.gpt_oss import IDS, QUANTIZATION, dequantized, packed, write_checkpoint
 from support.layers import through_pickle
 from support.tensors import BF16, DTYPES, FP32
@@ -173,6 +176,82 @@ def test_saves_the_files_bits(folder: Path, tmp_path: Path, way: str) -> None:
     assert_same_bits(logits(dequantized(tmp_path)), logits(dequantized(folder)))
 
 
+@pytest.mark.parametrize("weights", [None, "both"][: 1 + HAS_QAT])
+@pytest.mark.parametrize("given", [False, True])
+def test_saves_what_learns_as_published(
+    folder: Path, tmp_path: Path, weights: Any, given: bool
+) -> None:
+    """transformers reads it and computes the trainer's logits; so does what keeps bytes."""
+    trainer = dequantized(folder)
+    convert(trainer, learns_in_mxfp4(fp8=weights == "both"), weights=weights)
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-2)
+    for _ in range(2):
+        trainer(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if weights == "both":
+        in_fp8 = logits(trainer)
+    convert(trainer, learns_in_mxfp4())
+    expected, state = logits(trainer), trainer.state_dict()
+    before = {name: t.detach().clone() for name, t in state.items()}
+    trainer.save_pretrained(tmp_path, **({"state_dict": state} if given else {}))
+    assert getattr(trainer.config, "quantization_config", None) is None
+    assert state.keys() == before.keys()
+    for name, t in trainer.state_dict().items():
+        assert torch.equal(t, before[name])
+    saved, source = (load_file(path / "model.safetensors") for path in (tmp_path, folder))
+    assert {n: (t.shape, t.dtype) for n, t in saved.items()} == {
+        n: (t.shape, t.dtype) for n, t in source.items()
+    }
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"] == QUANTIZATION
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert not torch.equal(saved[f"{name}_blocks"], source[f"{name}_blocks"])
+    assert_same_bits(logits(loaded := packed(tmp_path)), expected)
+    if weights == "both":
+        convert(loaded, Float8BlockScaling())
+        assert_same_bits(logits(loaded), in_fp8)
+    stock = dequantized(tmp_path)
+    assert error(logits(stock), expected) < 4 * torch.finfo(BF16).eps  # its sums are rounded
+    convert(stock)
+    assert_same_bits(logits(stock), expected)
+    assert_same_tensors(saved, dict(CheckpointTensors(trainer)))
+
+
+@pytest.mark.parametrize("weights", [None, "both"])
+def test_high_precision_of_what_learns(folder: Path, tmp_path: Path, weights: Any) -> None:
+    """By the option that a run needs to go on; the way out also where no format is."""
+    trainer = dequantized(folder, dtype=FP32)
+    convert(trainer, learns_in_mxfp4(fp8=weights == "both"), weights=weights)
+    trainer.save_pretrained = partial(trainer.save_pretrained, save_original_format=False)
+    trainer.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    plain = type(trainer).from_pretrained(tmp_path)
+    for name, p in plain.named_parameters():
+        assert torch.equal(p, trainer.get_parameter(name))
+    trainer.load_state_dict(load_file(tmp_path / "model.safetensors"))  # as Trainer resumes
+
+
+def test_a_layer_in_high_precision(folder: Path, tmp_path: Path) -> None:
+    """It is written so, and named in the configuration; one that joins the others, as they are."""
+    model = dequantized(folder)
+    convert(model, weights="mxfp4", recipes={"model.layers.1.*": None})
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "one")
+    described = json.loads((tmp_path / "one" / "config.json").read_text())["quantization_config"]
+    assert described["modules_to_not_convert"][-1] == "model.layers.1.mlp.experts"
+    loaded = packed(tmp_path / "one")
+    assert_same_bits(logits(loaded), expected)
+    assert [p.dtype for n, p in loaded.named_parameters() if n.endswith("down_proj")] == [
+        torch.uint8,
+        BF16,
+    ]
+    convert(loaded, weights="mxfp4")
+    loaded.save_pretrained(tmp_path / "all")
+    saved, source = (load_file(p / "model.safetensors") for p in (tmp_path / "all", folder))
+    assert_same_tensors(saved, source)
+    assert_same_bits(logits(packed(tmp_path / "all")), logits(packed(folder)))
+
+
 def test_compare(folder: Path) -> None:
     """Beside the same numbers in high precision: the biases and the input are what FP8 rounds."""
     model = packed(folder)
@@ -209,9 +288,10 @@ def test_dequantized_and_back(folder: Path, tmp_path: Path) -> None:
     done = convert(model, weights="mxfp4")
     assert [one.error for one in done.converted] == [0, 0]
     assert_same_bits(logits(model), expected)
-    said = sentence(lambda: model.save_pretrained(tmp_path))
-    assert "in MXFP4, as DeepSeek-V4's files" in said
-    assert "its state_dict()" in said
+    model.save_pretrained(tmp_path)
+    saved, source = (load_file(path / "model.safetensors") for path in (tmp_path, folder))
+    assert_same_tensors(saved, source)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"] == QUANTIZATION
     loaded = packed(folder)
     loaded.load_state_dict(model.state_dict())
     assert_same_bits(logits(loaded), expected)

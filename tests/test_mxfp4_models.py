@@ -23,6 +23,7 @@ from grouped_linear.integrations.experts import experts_of
 from support.compare import assert_same_bits, assert_same_tensors
 from support.errors import sentence
 from support.experts import GroupedExperts
+from support.four_bits import learns_in_mxfp4
 from support.hugging_face import FAMILIES, tiny
 from support.layers import through_pickle
 from support.tensors import BF16
@@ -246,6 +247,24 @@ def test_saved_with_layers_in_high_precision(tmp_path: Path) -> None:
     assert "a checkpoint has one: save the model before it is converted" in sentence(
         lambda: model.save_pretrained(tmp_path)
     )
+
+
+def test_what_learns_where_no_format_is(tmp_path: Path) -> None:
+    """One sentence before a file is written, and the way out, which works."""
+    model = model_of("aria")
+    convert(model, learns_in_mxfp4())
+    said = sentence(lambda: model.save_pretrained(tmp_path))
+    assert said == (
+        "save_pretrained: experts in MXFP4, as DeepSeek-V4's files have it, have no biases, "
+        "transposed weights or norms, model.layers.0.mlp.experts has: save high precision by "
+        "save_original_format=False, the model before it is converted, or its state_dict()"
+    )
+    assert not [*tmp_path.iterdir()]
+    model.save_pretrained(tmp_path, save_original_format=False)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert_same_tensors(saved, model.state_dict())
+    convert(model)
+    model.save_pretrained(tmp_path)  # which no longer learns in MXFP4
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {

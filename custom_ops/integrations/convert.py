@@ -247,9 +247,9 @@ def _plans_of_model(model: nn.Module, found: Mapping[str, Experts]) -> Iterator[
         check_adapters("convert", model)
         yield lambda changes: group_adapters(model)
     if names:
-        from grouped_linear.integrations.checkpoints.fp8 import save_frozen_experts
+        from grouped_linear.integrations.checkpoints.tensors import save_as_published
 
-        yield lambda changes: save_frozen_experts(model)
+        yield lambda changes: save_as_published(model)
 
 
 # --- the report ----------------------------------------------------------------------------------

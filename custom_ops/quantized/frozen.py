@@ -222,7 +222,7 @@ class KeepsFrozen(nn.Module):
         """
         if isinstance(weight, Tensor):
             frozen = Frozen(weights, recipe, dtype or weight.dtype)
-            parts = _quantized(weight, frozen)
+            parts = quantized(weight, frozen)
         else:
             frozen, parts = Frozen(weights, recipe, dtype or torch.bfloat16), weight
         _check_parts(frozen.storage, *map(local_part, parts))
@@ -335,7 +335,7 @@ class KeepsFrozen(nn.Module):
     def overwrite_frozen(self, name: str, w: Tensor) -> None:
         """Quantize w [E, N, K], a DTensor where the parameter is one, into the same memory."""
         frozen = self._frozen[name]
-        for bits, new in zip(self._parts(name), as_bytes(_quantized(w, frozen)), strict=True):
+        for bits, new in zip(self._parts(name), as_bytes(quantized(w, frozen)), strict=True):
             bits.copy_(new)
 
     def _local_parts(self, name: str) -> Parts:
@@ -423,7 +423,7 @@ class KeepsFrozen(nn.Module):
             w = w.redistribute(own.device_mesh, own.placements) if is_dtensor(own) else w
             w = w.to(own.device) if not own.is_meta else w
             w = w.mT if self.is_transposed else w
-            state_dict[key], state_dict[key + SCALE] = self._fitting(name, _quantized(w, frozen))
+            state_dict[key], state_dict[key + SCALE] = self._fitting(name, quantized(w, frozen))
 
     def _fitting(self, name: str, parts: Parts) -> Parts:
         """The bits of numbers and scales to be loaded; ValueError unless both fit.
@@ -447,8 +447,8 @@ def frozen_of(module: Any) -> Mapping[str, Frozen]:
     return module._frozen if isinstance(module, KeepsFrozen) else {}
 
 
-def _quantized(w: Any, frozen: Frozen) -> Parts:
-    """Numbers and scales of a weight in high precision; DTensors of a DTensor."""
+def quantized(w: Any, frozen: Frozen) -> Parts:
+    """Numbers and scales of a weight [E, N, K] in high precision; DTensors of a DTensor."""
     local = local_part(w.detach())
     local = local.to(local.dtype if local.dtype in ACTIVATIONS else torch.float32).contiguous()
     if is_dtensor(w) and not is_by_experts(w):

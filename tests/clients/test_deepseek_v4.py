@@ -16,12 +16,14 @@ from grouped_linear import Float8BlockScaling, Format, MXFP8BlockScaling, Recipe
 from support.compare import assert_same_bits, assert_same_tensors, bits
 from support.deepseek_v4 import write_checkpoint
 from support.errors import sentence
+from support.four_bits import learns_in_mxfp4
 from support.tensors import BF16, FP32
 
 pytest.importorskip("accelerate")  # what loads in few bits needs it
 pytest.importorskip("peft")
 import peft
 
+from grouped_linear.integrations.checkpoints.tensors import CheckpointTensors
 from grouped_linear.integrations.peft import for_packed_experts, use_grouped_adapters
 from support.adapters import (
     IDS,
@@ -119,6 +121,30 @@ def test_quantized_again(folder: Path, tmp_path: Path) -> None:
     assert [one.error for one in done.converted] == [0, 0]
     assert_same_bits(logits(model), expected)
     model.save_pretrained(tmp_path)
+    assert_same_bits(logits(packed(tmp_path)), expected)
+
+
+@pytest.mark.parametrize("weights", [None, "both"])
+def test_saves_what_learns_as_published(folder: Path, weights: Any, tmp_path: Path) -> None:
+    """From the published checkpoint through steps to one of the same names, dtypes and sizes."""
+    trainer = AutoModelForCausalLM.from_pretrained(folder)
+    convert(trainer, learns_in_mxfp4(fp8=weights == "both"), weights=weights)
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-2)
+    for _ in range(2):
+        trainer(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    convert(trainer, learns_in_mxfp4())  # beside activations in 16 bits
+    expected = logits(trainer)
+    trainer.save_pretrained(tmp_path)
+    saved, source = (load_file(path / "model.safetensors") for path in (tmp_path, folder))
+    assert {n: (t.shape, t.dtype) for n, t in saved.items()} == {
+        n: (t.shape, t.dtype) for n, t in source.items()
+    }
+    assert_same_tensors(dict(CheckpointTensors(trainer)), saved)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_close({"": logits(stock).float()}, {"": expected.float()}, 2e-2)  # its sums are rounded
+    assert_same_bits(logits(dequantized(tmp_path)), expected)
     assert_same_bits(logits(packed(tmp_path)), expected)
 
 

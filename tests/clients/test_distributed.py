@@ -20,6 +20,7 @@ from grouped_linear import Float8BlockScaling, convert
 from support import deepseek_v4
 from support.compare import assert_same_tensors, bits
 from support.devices import HAS_GPU, needs_two_gpus
+from support.four_bits import learns_in_mxfp4
 from support.gpt_oss import packed, write_checkpoint
 from support.processes import PROCESSES, Checks, Passes, device
 
@@ -29,6 +30,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
+from grouped_linear.integrations.checkpoints.tensors import CheckpointTensors
 from grouped_linear.integrations.transformers import register
 from grouped_linear.parallel import AllGather
 
@@ -228,6 +230,43 @@ def check_deepseek_v4_checkpoint(rank: int, directory: Path) -> None:
     assert_same_tensors(*({n: bits(t) for n, t in file.items()} for file in files))
 
 
+def check_handed_over(rank: int, directory: Path) -> None:
+    """Whole tensors on every process, in each way and form, as one process has them."""
+    path, name = prepare(rank, directory), "grouped_linear"
+    forms = [(None, None), (Float8BlockScaling(), None), (learns_in_mxfp4(), None)]
+    for way, how in WAYS.items():
+        frozen = [(Float8BlockScaling(), "fp8"), (None, "mxfp4")] if way.startswith("tp_ep") else []
+        for recipe, weights in (*forms, *frozen):
+            model, whole = load(path, name, **how), load(path, name)
+            for one in (model, whole):
+                convert(one, recipe, weights=weights)
+            source, expected = CheckpointTensors(model), CheckpointTensors(whole)
+            assert source.metadata() == expected.metadata()
+            assert source.quantization_config == expected.quantization_config
+            tensors = dict(source)
+            assert list(tensors) == [meta.name for meta in source.metadata()]
+            assert_same_tensors(tensors, dict(expected))
+
+
+def check_saved_as_it_learns(rank: int, directory: Path) -> None:
+    """``save_pretrained`` of distributed weights that learn in MXFP4: one process's files."""
+    path, name = prepare(rank, directory), "grouped_linear"
+    whole = load(path, name)
+    convert(whole, learns_in_mxfp4())
+    if rank == 0:
+        whole.save_pretrained(directory / "whole")
+    for way in ("fsdp", "fsdp_ep", "tp_ep"):
+        model = load(path, name, **WAYS[way])
+        convert(model, learns_in_mxfp4())
+        model.save_pretrained(directory / way)
+        dist.barrier()
+        folders = directory / way, directory / "whole"
+        files = [load_file(folder / "model.safetensors") for folder in folders]
+        assert_same_tensors(files[0], files[1])
+        configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
+        assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+
+
 def compare_logits(model: Any, expected: Tensor) -> None:
     with torch.no_grad():
         logits = model(input_ids=ids()).logits
@@ -254,6 +293,8 @@ CHECKS: Checks = {
     "fp8_checkpoint": check_fp8_checkpoint,
     "mxfp4_checkpoint": check_mxfp4_checkpoint,
     "deepseek_v4_checkpoint": check_deepseek_v4_checkpoint,
+    "handed_over": check_handed_over,
+    "saved_as_it_learns": check_saved_as_it_learns,
     "refused": check_refused,
 }
 

@@ -22,7 +22,7 @@ pytest.importorskip("accelerate")  # what loads in FP8 needs it
 pytest.importorskip("peft")
 import peft
 
-from grouped_linear.integrations.checkpoints.fp8 import fp8_tensors
+from grouped_linear.integrations.checkpoints.tensors import CheckpointTensors
 from grouped_linear.integrations.peft import use_grouped_adapters
 from support.adapters import (
     EXPERTS,
@@ -310,7 +310,7 @@ def test_scales_that_are_exponents(folder: Path, tmp_path: Path) -> None:
         found[scale_fmt] = logits(model)
         convert(model, weights="fp8")
         assert torch.equal(logits(model), found[scale_fmt])
-        for name, t in fp8_tensors(model):
+        for name, t in CheckpointTensors(model):
             assert_same_bits(t.detach().float(), state[name].float())
         model.save_pretrained(tmp_path / scale_fmt)
         again = from_pretrained(tmp_path / scale_fmt)
@@ -342,7 +342,7 @@ def test_layers_in_high_precision(folder: Path, in_fp8: list[int], tmp_path: Pat
     config.write_text(json.dumps(described))
     model = from_pretrained(tmp_path / "mixed")
     convert(model, RECIPE, weights="fp8")
-    expected, tensors = logits(model), dict(fp8_tensors(model))
+    expected, tensors = logits(model), dict(CheckpointTensors(model))
     model.save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert tensors.keys() == saved.keys() == published.keys()
@@ -378,5 +378,5 @@ def test_weights_to_a_sampler(folder: Path) -> None:
     model, expected = from_pretrained(folder), load_file(folder / "model.safetensors")
     for weights in (None, "fp8"):
         convert(model, RECIPE, weights=weights)
-        tensors = dict(fp8_tensors(model))
+        tensors = dict(CheckpointTensors(model))
         assert_same_tensors(tensors, expected)

@@ -12,9 +12,8 @@ E experts, K in_features, N out_features of a weight.
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -22,7 +21,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import Mxfp4Config
 
 from grouped_linear.integrations.adapter import convert_class
-from grouped_linear.integrations.checkpoints.fp8 import OneTensor
 from grouped_linear.integrations.convert import convert
 from grouped_linear.integrations.transformers import ConvertedExperts, options_of
 from grouped_linear.meta_kernels.rules import MX_BLOCK, ceil_div
@@ -91,7 +89,6 @@ class PackedMxfp4Quantizer(HfQuantizer):
 
     is_trainable = True  # adapters
     is_compileable = True
-    saves_frozen_experts = True
     serialized_names = {name: [f"{name}{SCALE}"] for name in _WEIGHTS}  # noqa: RUF012  (as its base)
     quantization_config: PackedMxfp4Config
 
@@ -109,15 +106,15 @@ class PackedMxfp4Quantizer(HfQuantizer):
             for name in frozen_of(module) if isinstance(module, GptOssExperts) else ():
                 own = f"{module_name}.{name}".removeprefix(f"{model.base_model_prefix}.")
                 found += [
-                    WeightConverter([f"{own}_blocks"], [own], [JoinBlocks()]),
-                    WeightConverter([f"{own}_scales"], [f"{own}{SCALE}"], [JoinScales()]),
+                    WeightConverter([f"{own}_blocks"], [own], [AsBytes()]),
+                    WeightConverter([f"{own}_scales"], [f"{own}{SCALE}"], [AsBytes()]),
                 ]
         return found
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         """Blocks and scales are read as they are; files may say that scales are E8M0."""
         operations = getattr(converter, "operations", ())
-        if any(isinstance(operation, OneTensor) for operation in operations):
+        if any(isinstance(operation, AsBytes) for operation in operations):
             return None
         return super().get_new_dtype(converter, param, dtype)
 
@@ -184,19 +181,20 @@ def _check_loaded(name: str, experts: Any) -> None:
             raise ValueError(f"mxfp4_config: the checkpoint has no {name}.{of_parameter}")
 
 
-class JoinScales(OneTensor):
-    """Scales [E, N, K / 32] of a file, which may say that they are E8M0, as bytes, or back."""
+class AsBytes(ConversionOps):
+    """Blocks [E, N, K / 32, 16] of a file as codes [E, N, K / 2], scales [E, N, K / 32] as bytes.
 
-    def of(self, t: Tensor, is_scale: bool) -> Tensor:
-        """Bytes without their dimension, or what they are of."""
-        if not self.reverse:
-            return t.view(torch.uint8)
-        return t.squeeze(-1) if t.dim() == 4 else t
+    Scales may say that they are E8M0. The way back is :func:`.formats.in_file`.
+    """
 
-
-class JoinBlocks(OneTensor):
-    """Blocks [E, N, K / 32, 16] of a file as codes [E, N, K / 2], or back."""
-
-    def of(self, t: Tensor, is_scale: bool) -> Tensor:
-        """Codes, or blocks."""
-        return t.unflatten(-1, (-1, MX_BLOCK // 2)) if self.reverse else t.flatten(-2)
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The tensor by its new name; see transformers' ConversionOps."""
+        (found,) = input_dict.values()
+        t = found[0] if isinstance(found, list) else found
+        return {target_patterns[0]: t.flatten(-2) if t.dim() == 4 else t.view(torch.uint8)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights to a sampler: names of a checkpoint in FP8, and the bits that training multiplies.
+"""Weights to a sampler: names of a published checkpoint, and the bits that training multiplies.
 
 E experts, H features of a token, F features inside an expert.
 """
@@ -20,18 +20,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import FineGrainedFP8Config
 
 from grouped_linear import Float8BlockScaling, Float8CurrentScaling, GroupedMLP, convert
-from support.compare import assert_same_bits, assert_same_tensors
+from support.compare import assert_same_bits, assert_same_tensors, bits
 from support.errors import sentence
+from support.four_bits import HAS_QAT, cast_to_blocks, decoded, decoded_blocks, learns_in_mxfp4
 from support.hugging_face import tiny
 from support.tensors import BF16
 from support.versions import skipping_for_old_transformers
 
 with skipping_for_old_transformers():
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-    from grouped_linear.integrations.checkpoints import fp8
-    from grouped_linear.integrations.checkpoints.fp8 import fp8_quantization_config, fp8_tensors
+    from grouped_linear.integrations.checkpoints import formats
+    from grouped_linear.integrations.checkpoints.tensors import CheckpointTensors
 
 E, F, H = 3, 256, 144
 PREFIX = {"mixtral": "block_sparse_moe.experts.{}.", "qwen3_moe": "mlp.experts.{}."}
@@ -86,7 +89,7 @@ def test_what_training_multiplied(family: str, weights: Any, device: str) -> Non
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     ids, handed = torch.arange(14, device=device).reshape(2, 7), []
     for _ in range(3):
-        tensors = {name: t.clone() for name, t in fp8_tensors(model)}
+        tensors = {name: t.clone() for name, t in CheckpointTensors(model)}
         with Multiplied() as multiplied:
             loss = model(ids, labels=ids).loss
         loss.backward()
@@ -123,7 +126,7 @@ def test_names_are_those_of_a_saved_checkpoint(family: str, tmp_path: Path) -> N
     models["fp8"].save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     for model in models.values():
-        pairs = [*fp8_tensors(model)]
+        pairs = [*CheckpointTensors(model)]
         tensors = dict(pairs)
         assert len(pairs) == len(tensors)
         assert_same_tensors(tensors, saved)
@@ -132,7 +135,7 @@ def test_names_are_those_of_a_saved_checkpoint(family: str, tmp_path: Path) -> N
         name = f"model.layers.0.{PREFIX[family].format(1)}{NAMES[family][2]}.weight"
         assert tensors[name].data_ptr() == q[1].data_ptr()
     written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert json.loads(json.dumps(fp8_quantization_config(models["both"]))) == written
+    assert json.loads(json.dumps(CheckpointTensors(models["both"]).quantization_config)) == written
 
 
 class SamplerExperts:
@@ -166,7 +169,7 @@ def test_a_sampler_computes_the_bits_of_training(family: str, weights: Any) -> N
     model = model_of(family)
     convert(model, Float8BlockScaling(), weights=weights)
     sampler = SamplerExperts()
-    for name, t in fp8_tensors(model):
+    for name, t in CheckpointTensors(model):
         if name.startswith("model.layers.1.") and ".experts." in name:
             sampler.load(family, name, t)
     mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), weights="fp8")
@@ -180,7 +183,7 @@ def test_a_sampler_computes_the_bits_of_training(family: str, weights: Any) -> N
 
 def loaded(model: Any, **options: Any) -> Any:
     """As transformers loads a checkpoint of this model, which it describes."""
-    config = FineGrainedFP8Config(**fp8_quantization_config(model) | options)
+    config = FineGrainedFP8Config(**CheckpointTensors(model).quantization_config | options)
     empty = replace_with_fp8_linear(
         model_of("qwen3_moe"), config.modules_to_not_convert, quantization_config=config
     ).to_empty(device="cpu")
@@ -188,7 +191,8 @@ def loaded(model: Any, **options: Any) -> Any:
     empty.load_state_dict(model.state_dict())
     empty.hf_quantizer = FineGrainedFP8HfQuantizer(config)
     empty.config.quantization_config = config
-    *_, empty._weight_conversions = fp8._in_blocks("loaded", model)
+    found = get_model_conversion_mapping(empty, hf_quantizer=empty.hf_quantizer)
+    empty._weight_conversions = [c for c in found if isinstance(c, WeightConverter)]  # it uses them
     return empty
 
 
@@ -200,11 +204,11 @@ def test_a_checkpoint_in_fp8(scale_fmt: str) -> None:
     checkpoint = loaded(model, scale_fmt=scale_fmt)
     scale = checkpoint.model.layers[0].mlp.experts.down_proj_scale_inv
     assert scale.dtype == (torch.float32 if scale_fmt == "float" else torch.float8_e8m0fnu)
-    expected = dict(fp8_tensors(model))
+    expected = dict(CheckpointTensors(model))
     for weights in (None, "fp8"):
         convert(checkpoint, Float8BlockScaling(), weights=weights)
-        assert fp8_quantization_config(checkpoint)["scale_fmt"] == scale_fmt
-        tensors = dict(fp8_tensors(checkpoint))
+        assert CheckpointTensors(checkpoint).quantization_config["scale_fmt"] == scale_fmt
+        tensors = dict(CheckpointTensors(checkpoint))
         assert_same_tensors(tensors, expected)
         with torch.no_grad():
             assert_same_bits(
@@ -220,11 +224,16 @@ def test_a_checkpoint_with_a_layer_in_high_precision(weights: Any, tmp_path: Pat
     convert(model, Float8BlockScaling(), weights="fp8", recipes={"model.layers.1.*": None})
     model = loaded(model)
     assert type(model.model.layers[1].mlp.experts).__name__ == "GroupedQwen3MoeExperts"
-    convert(model, Float8BlockScaling(), weights=weights)
+    convert(
+        model,
+        Float8BlockScaling(),
+        weights=weights,
+        recipes=None if weights else {"model.layers.1.*": None},
+    )
     model.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert json.loads(json.dumps(fp8_quantization_config(model))) == written
-    saved, tensors = load_file(tmp_path / "model.safetensors"), dict(fp8_tensors(model))
+    assert json.loads(json.dumps(CheckpointTensors(model).quantization_config)) == written
+    saved, tensors = load_file(tmp_path / "model.safetensors"), dict(CheckpointTensors(model))
     assert_same_tensors(tensors, saved)
     for layer in range(2):
         experts = f"model.layers.{layer}.mlp.experts"
@@ -240,7 +249,7 @@ def test_scales_that_are_no_powers_of_two(tmp_path: Path) -> None:
     convert(model, Float8BlockScaling(), weights="fp8", recipes={"model.layers.1.*": None})
     model = loaded(model, scale_fmt="ue8m0")
     convert(model, Float8BlockScaling(power_of_two_scales=False), weights="fp8")
-    for call in (lambda: fp8_tensors(model), lambda: model.save_pretrained(tmp_path)):
+    for call in (lambda: CheckpointTensors(model), lambda: model.save_pretrained(tmp_path)):
         with pytest.raises(ValueError, match="the checkpoint's scales are powers of two, those of"):
             call()
 
@@ -249,28 +258,29 @@ def test_names_of_compiled_layers() -> None:
     """Those of the plain model: torch.compile wraps what is compiled apart."""
     model = model_of("qwen3_moe")
     convert(model, Float8BlockScaling(), weights="both")
-    expected = dict(fp8_tensors(model))
+    expected = dict(CheckpointTensors(model))
     model.model.layers[1] = torch.compile(model.model.layers[1])
-    tensors = dict(fp8_tensors(model))
+    tensors = dict(CheckpointTensors(model))
     assert_same_tensors(tensors, expected)
 
 
 def test_tied_weights_come_once() -> None:
     model = model_of("qwen3_moe", tie_word_embeddings=True)
     convert(model, Float8BlockScaling(), weights="both")
-    names = [name for name, _ in fp8_tensors(model)]
+    names = [name for name, _ in CheckpointTensors(model)]
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
 
 
 def test_what_is_refused() -> None:
-    def tensors(convert_to: Any = None, weights: Any = None, model: Any = None) -> None:
+    def tensors(how: Any = None, kept: Any = None, model: Any = None, weights: Any = None) -> None:
         model = model_of() if model is None else model
-        if convert_to is not None:
-            convert(model, convert_to, weights=weights)
-        fp8_tensors(model)
+        if how is not None or kept is not None:
+            convert(model, how, weights=kept)
+        CheckpointTensors(model, weights)
 
     gpt_oss = tiny("gpt_oss", hidden_size=128, intermediate_size=128)
+    narrow = tiny("gpt_oss", intermediate_size=48)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2)
     dense, adapted = transformers.LlamaForCausalLM(config), model_of()
@@ -281,7 +291,7 @@ def test_what_is_refused() -> None:
         model = model_of("mixtral", num_hidden_layers=1)
         convert(model, recipe, weights="both")
         change(model)
-        fp8_tensors(model)
+        CheckpointTensors(model)
 
     def rename(model: Any) -> None:
         layer = model.model.layers[0].mlp
@@ -289,14 +299,19 @@ def test_what_is_refused() -> None:
         del layer.experts
 
     mistakes = [
-        lambda: tensors(model=dense),
-        lambda: tensors(model=adapted),
         lambda: tensors(model=nn.Linear(16, 16)),
-        lambda: tensors(),
-        lambda: tensors(recipe),
+        lambda: tensors(weights="int8"),
+        lambda: tensors(model=dense, weights="fp8"),
+        lambda: tensors(model=adapted),
+        lambda: tensors(model=model_of(device="meta")),
         lambda: tensors(Float8CurrentScaling(), "both"),
+        lambda: tensors(None, "fp8", weights="mxfp4"),
+        lambda: tensors(None, "mxfp4", model_of(hidden_size=128), "bf16"),
+        lambda: tensors(learns_in_mxfp4(), None, model_of(hidden_size=128), "fp8"),
         lambda: tensors(recipe, "both", model_of(intermediate_size=144, moe_intermediate_size=144)),
-        lambda: tensors(recipe, "both", gpt_oss),
+        lambda: tensors(recipe, model=gpt_oss),
+        lambda: tensors(model=narrow, weights="mxfp4"),
+        lambda: tensors(model=tiny("aria", intermediate_size=64), weights="mxfp4"),
         lambda: changed(rename),
         lambda: changed(lambda model: model.config.update({"moe_intermediate_size": 2 * F})),
         lambda: changed(lambda model: setattr(model.config, "hidden_act", "gelu")),
@@ -306,22 +321,36 @@ def test_what_is_refused() -> None:
     assert_expected_inline(
         "\n".join(sentences),
         """\
-fp8_tensors: LlamaForCausalLM has no experts that are known
-fp8_tensors: lm_head.lora_a is of an adapter: merge it before
-fp8_tensors: model must be a transformers model, got Linear
-fp8_tensors: model.layers.0.mlp.experts is not in FP8 blocks: convert with weights='both'
-fp8_tensors: model.layers.0.mlp.experts is not in FP8 blocks: convert with weights='both'
-fp8_tensors: model.layers.0.mlp.experts is not in FP8 blocks: convert with weights='both'
-fp8_tensors: a checkpoint has gate and up apart, and a block of scales reaches from one into the
-other where an expert's 144 features are no multiple of 128
-fp8_tensors: experts in FP8 have no biases, transposed weights or norms,
-model.layers.0.mlp.experts has
-fp8_tensors: transformers looks for experts in FP8 in modules called experts, not
-model.layers.0.mlp.others
-fp8_tensors: transformers' FP8 experts have another gate_up_proj than
-model.layers.0.mlp.experts, of [3, 512, 144]
-fp8_tensors: transformers' FP8 experts have another activation than model.layers.0.mlp.experts
-fp8_tensors: the model's other modules are quantized in a format of theirs, a checkpoint has one""",
+CheckpointTensors: model must be a transformers model, got Linear
+CheckpointTensors: weights must be None, 'bf16', 'fp8' or 'mxfp4', got 'int8'
+CheckpointTensors: LlamaForCausalLM has no experts that are known
+CheckpointTensors: lm_head.lora_a is of an adapter: merge it before
+CheckpointTensors: model.embed_tokens.weight is on the meta device and has no numbers yet
+CheckpointTensors: no checkpoint has model.layers.0.mlp.experts as Float8CurrentScaling()
+multiplies it: choose weights='bf16', 'fp8' or 'mxfp4'
+CheckpointTensors: training multiplies model.layers.0.mlp.experts in FP8, which is handed over
+as it is: leave weights='mxfp4' out
+CheckpointTensors: training multiplies model.layers.0.mlp.experts in MXFP4, which is handed over
+as it is: leave weights='bf16' out
+CheckpointTensors: training multiplies model.layers.0.mlp.experts in MXFP4, which is handed over
+as it is: leave weights='fp8' out
+CheckpointTensors: a checkpoint has gate and up apart, and a block of scales reaches from one
+into the other where an expert's 144 features are no multiple of 128: weights='bf16' hands
+experts over in 16 bits
+CheckpointTensors: experts in FP8 have no biases, transposed weights or norms,
+model.layers.0.mlp.experts has: weights='bf16' hands experts over in 16 bits
+CheckpointTensors: MXFP4 is in blocks of 32, model.layers.0.mlp.experts.down_proj has 48
+in_features: weights='bf16' hands experts over in 16 bits
+CheckpointTensors: experts in MXFP4, as DeepSeek-V4's files have it, have no biases, transposed
+weights or norms, model.layers.0.mlp.experts has: weights='bf16' hands experts over in 16 bits
+CheckpointTensors: transformers looks for experts in FP8 in modules called experts, not
+model.layers.0.mlp.others: weights='bf16' hands experts over in 16 bits
+CheckpointTensors: transformers' FP8 experts have another gate_up_proj than
+model.layers.0.mlp.experts, of [3, 512, 144]: weights='bf16' hands experts over in 16 bits
+CheckpointTensors: transformers' FP8 experts have another activation than
+model.layers.0.mlp.experts: weights='bf16' hands experts over in 16 bits
+CheckpointTensors: the model's other modules are quantized in a format of theirs, a checkpoint
+has one""",
     )
 
 
@@ -348,9 +377,148 @@ def test_a_transformers_with_other_names(
 ) -> None:
     """It is asked on tensors without memory, before a file is written."""
     model = model_of("mixtral", num_hidden_layers=1)
-    monkeypatch.setattr(fp8, "revert_weight_conversion", names)
+    monkeypatch.setattr(formats, "revert_weight_conversion", names)
     convert(model, weights="fp8")
-    for call in (lambda: fp8_tensors(model), lambda: model.save_pretrained(tmp_path)):
+    for call in (lambda: CheckpointTensors(model), lambda: model.save_pretrained(tmp_path)):
         with pytest.raises(ValueError, match=sentence):
             call()
     assert not [*tmp_path.iterdir()]
+
+
+# --- every form ----------------------------------------------------------------------------------
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "16 bits": lambda model: convert(model),
+    "as transformers has it": lambda model: None,
+    "both": lambda model: convert(model, Float8BlockScaling(), weights="both"),
+    "fp8": lambda model: convert(model, weights="fp8"),
+    "mxfp4": lambda model: convert(model, weights="mxfp4"),
+    "learns": lambda model: convert(model, learns_in_mxfp4()),
+    "learns, FP8": lambda model: convert(model, learns_in_mxfp4(fp8=True)),
+    "learns, both": lambda model: convert(model, learns_in_mxfp4(fp8=True), weights="both"),
+}
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 128}
+CASES = [
+    *((family, form) for family in ("mixtral", "qwen3_moe", "deepseek_v3") for form in FORMS),
+    *((f, form) for f in ("gpt_oss",) for form in FORMS if form not in ("both", "fp8")),
+    *((f, "16 bits") for f in ("aria", "nemotron_h", "muse_spark")),
+]
+
+
+class NoNumbers(TorchDispatchMode):
+    """Refuses operations on tensors with memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        is_view = any(r.alias_info for r in func._schema.returns)
+        assert is_view or not isinstance(made, Tensor) or made.is_meta, func
+        return made
+
+
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_as_saved_and_as_announced(family: str, form: str, tmp_path: Path) -> None:
+    """Names, dtypes and shapes come first, then tensors in the same order: those of the files."""
+    torch.manual_seed(0)
+    model = tiny(family, num_hidden_layers=1, **({} if family == "muse_spark" else WIDE)).to(BF16)
+    FORMS[form](model)
+    source = CheckpointTensors(model)
+    with NoNumbers():
+        announced = source.metadata()
+    pairs = [*source]
+    assert [(n, t.dtype, tuple(t.shape)) for n, t in pairs] == [tuple(m) for m in announced]
+    if form == "both":  # which save_pretrained writes in high precision
+        convert(model, weights="fp8")
+    model.save_pretrained(tmp_path)
+    assert len(dict(pairs)) == len(pairs)
+    assert_same_tensors(dict(pairs), load_file(tmp_path / "model.safetensors"))
+    written = json.loads((tmp_path / "config.json").read_text()).get("quantization_config")
+    assert json.loads(json.dumps(source.quantization_config)) == written
+
+
+@pytest.mark.parametrize("weights", [None, "both"])
+def test_bytes_of_fp8_by_another_cast(weights: Any) -> None:
+    """Which other stacks compute from weights in 16 bits, and so does a trainer in 16 bits."""
+    model, plain = model_of("qwen3_moe"), model_of("qwen3_moe")
+    convert(model, Float8BlockScaling(), weights=weights)
+    found, ours = 0, dict(CheckpointTensors(model))
+    for name, w in CheckpointTensors(plain):
+        if ".experts." in name:
+            q, scale = cast_to_blocks(w)
+            assert_same_bits(bits(ours[name]), bits(q))
+            assert_same_bits(ours[f"{name}_scale_inv"], scale)
+            found += 1
+    assert found == 2 * E * 3
+    assert_same_tensors(dict(CheckpointTensors(plain, "fp8")), ours)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        *(("mixtral", form) for form in ("learns", "learns, FP8", "learns, both")),
+        *(("gpt_oss", form) for form in ("learns", "learns, FP8", "learns, both")[: 2 + HAS_QAT]),
+    ],
+)
+def test_a_sampler_of_bytes_in_mxfp4(family: str, form: str) -> None:
+    """It reads them by the specification, and computes the logits of the trainer to the bit."""
+    torch.manual_seed(0)
+    trainer, sampler = (tiny(family, num_hidden_layers=1, **WIDE).to(BF16) for _ in range(2))
+    nn.init.normal_(trainer.lm_head.weight)
+    FORMS[form](trainer)
+    optimizer, ids = torch.optim.AdamW(trainer.parameters(), lr=1e-2), torch.arange(14)[None]
+    for _ in range(2):
+        trainer(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handed, state = dict(CheckpointTensors(trainer)), {}
+    for name, t in handed.items():
+        if name.endswith("_blocks"):
+            w = decoded_blocks(t, handed[name.replace("_blocks", "_scales")])
+            state[name.removesuffix("_blocks")] = w.mT.to(BF16)
+        elif t.dtype == torch.int8:
+            state[name] = decoded(t, handed[f"{name}_scale_inv"]).to(BF16)
+        elif not name.endswith(("_scales", "_scale_inv")):
+            state[name] = t
+    assert {name for name, _ in CheckpointTensors(sampler)} == state.keys()
+    layer = sampler.model.layers[0].mlp.experts
+    for name in ("gate_up_proj", "down_proj") if family == "mixtral" else ():
+        prefix = f"model.layers.0.{PREFIX[family]}"
+        parts = NAMES[family][:2] if name == "gate_up_proj" else NAMES[family][2:]
+        stacked = [
+            torch.cat([state.pop(f"{prefix.format(e)}{part}.weight") for part in parts])
+            for e in range(layer.num_experts)
+        ]
+        state[f"model.layers.0.mlp.experts.{name}"] = torch.stack(stacked)
+    missing = sampler.load_state_dict(
+        {n.replace("block_sparse_moe", "mlp"): t for n, t in state.items()}, strict=False
+    )
+    assert not missing.missing_keys
+    convert(sampler, None if form == "learns" else Float8BlockScaling(), weights="mxfp4")
+    with torch.no_grad():
+        assert_same_bits(sampler(ids).logits, trainer(ids).logits)
+
+
+def test_in_bfloat16(device: str) -> None:
+    """Weights that learn, in float32 and both precisions, whatever training multiplies."""
+    model = model_of("mixtral", device, hidden_size=128).float()
+    expected = {name: t.to(BF16) for name, t in CheckpointTensors(model)}
+    for form in ("both", "learns", "learns, FP8"):
+        FORMS[form](model)
+        source = CheckpointTensors(model, "bf16")
+        assert source.quantization_config is None
+        tensors = dict(source)
+        assert tensors.keys() == expected.keys()
+        for name, t in tensors.items():
+            assert t.dtype == (BF16 if ".experts." in name else torch.float32)
+            assert_same_bits(t.to(BF16), expected[name])
+        assert [tuple(m) for m in source.metadata()] == [
+            (n, t.dtype, tuple(t.shape)) for n, t in tensors.items()
+        ]
+
+
+def test_a_model_without_experts() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    dense = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)
+    )
+    tensors = dict(CheckpointTensors(dense))
+    assert tensors.keys() == {n for n, _ in dense.named_parameters()}

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two processes hand over a model that FSDP2 shards: what one process with all of it hands over."""
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grouped_linear import Float8BlockScaling, convert
+from support.compare import assert_same_tensors
+from support.devices import needs_two_gpus
+from support.four_bits import HAS_QAT, learns_in_mxfp4
+from support.hugging_face import tiny
+from support.processes import PROCESSES, Checks, Passes, device
+from support.tensors import BF16
+from support.versions import skipping_for_old_transformers
+
+with skipping_for_old_transformers():
+    from grouped_linear.integrations.checkpoints.tensors import CheckpointTensors
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "layer_types": None,
+}
+FORMS: dict[str, tuple[Any, Any]] = {
+    "16 bits": (None, None),
+    "FP8 in each call": (Float8BlockScaling(), None),
+    "both": (Float8BlockScaling(), "both"),
+    "fp8": (Float8BlockScaling(), "fp8"),
+    "mxfp4": (None, "mxfp4"),
+    "learns": (learns_in_mxfp4(), None),
+    "learns, both": (learns_in_mxfp4(fp8=True), "both"),
+}
+IDS = torch.arange(14).reshape(2, 7)
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the elements that each collective gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if "all_gather" in func._schema.name:
+            self.sizes.append(made.nbytes if isinstance(made, Tensor) else 0)
+        return made
+
+
+def model_of(family: str, form: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    recipe, weights = FORMS[form]
+    model = tiny(family, **SIZES | options).to(device(), BF16)
+    convert(model, recipe, weights=weights)
+    return model
+
+
+def shard(model: Any) -> None:
+    mesh = init_device_mesh(device().type, (PROCESSES,))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh)
+
+
+def check_form(family: str, form: str, rank: int, directory: Path) -> None:
+    """Before and after a step; nothing is sent for names, dtypes and shapes."""
+    experts = {"gpt_oss": "num_local_experts", "qwen3_moe": "num_experts"}[family]
+    # FSDP2 takes as many experts on each process alone for weights in both precisions.
+    count = 4 if "both" in form else 5
+    whole = model_of(family, form, tie_word_embeddings=True, **{experts: count})
+    model = copy.deepcopy(whole)
+    shard(model)
+    source, expected = CheckpointTensors(model), CheckpointTensors(whole)
+    assert source.quantization_config == expected.quantization_config
+    for step in range(2):
+        if step:
+            for one in (whole, model):
+                learn = [p for p in one.parameters() if p.requires_grad]
+                optimizer = torch.optim.SGD(learn, lr=0.1)
+                one(IDS.to(device()), labels=IDS.to(device())).loss.backward()
+                optimizer.step()
+        with Gathers() as gathers:
+            announced = source.metadata()
+        assert not gathers.sizes
+        assert announced == expected.metadata()
+        pairs = [*source]
+        assert [(n, t.dtype, tuple(t.shape)) for n, t in pairs] == [tuple(m) for m in announced]
+        compare(dict(pairs), dict(expected), exact=step == 0)
+    with Gathers() as gathers:
+        pairs = iter(source)
+        first = next(pairs)[0]
+        begun = len(gathers.sizes)
+        rest = [name for name, _ in pairs]
+    assert [first, *rest] == [meta.name for meta in announced]
+    assert 0 < begun < len(gathers.sizes) / 2  # a layer at a time
+
+
+def compare(actual: dict[str, Tensor], expected: dict[str, Tensor], exact: bool) -> None:
+    if exact:
+        assert_same_tensors(actual, expected)
+        return
+    # Gradients are averaged over processes, which rounds: a few codes are neighbours.
+    for name, t in actual.items():
+        other = expected[name]
+        if t.dtype.itemsize == 1:
+            same = (t.view(torch.uint8) == other.view(torch.uint8)).float().mean()
+            assert same > 0.97, name
+        else:
+            torch.testing.assert_close(t, other, rtol=2e-2, atol=1e-2)
+
+
+CHECKS: Checks = {
+    f"{family}, {form}": partial(check_form, family, form)
+    for family in ("qwen3_moe", "gpt_oss")
+    for form in FORMS
+    if family == "qwen3_moe" or form in ("16 bits", "mxfp4", "learns", *["learns, both"] * HAS_QAT)
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_processes(check: str, passes: Passes) -> None:
+    passes(check)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
+    passes_on_gpus(check)
