@@ -36,7 +36,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from grouped_linear import Float8BlockScaling, convert
 from grouped_linear.contrib import pad_routing, record_routing, replay_routing
-from grouped_linear.integrations.checkpoints.fp8 import fp8_tensors
+from grouped_linear.integrations.checkpoints.tensors import CheckpointTensors
 
 LENGTH, END = 12, 63
 CONFIG = transformers.Qwen3MoeConfig(
@@ -65,16 +65,11 @@ def make_model(recipe: str, learns: bool) -> Any:
     return model.to(DEVICE)
 
 
-def tensors_of(model: Any, recipe: str) -> Iterable[tuple[str, Tensor]]:
-    """Names and numbers of the weights, as a checkpoint of this recipe has them."""
-    return model.state_dict().items() if recipe == "bf16" else fp8_tensors(model)
-
-
 class Sampler:
     """Writes text. It has nothing of the trainer's but the bytes that it is sent."""
 
     def __init__(self, recipe: str, tokenizer: Any) -> None:
-        self.recipe, self.tokenizer = recipe, tokenizer
+        self.tokenizer = tokenizer
         self.model = make_model(recipe, learns=False).eval()
         add_fused_lm_head(self.model)  # log-probabilities by TRL's kernel
 
@@ -94,7 +89,7 @@ class Sampler:
             to.copy_(t.contiguous().view(to.dtype).view_as(to))  # bytes, or as it is
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
-        self.load(tensors_of(trainer.model, self.recipe))
+        self.load(CheckpointTensors(trainer.model))
         given = self.tokenizer(prompts, padding=True, return_tensors="pt").to(DEVICE)
         B, P = given.input_ids.shape
         options = {"max_new_tokens": LENGTH, "do_sample": True, "top_k": 0}

@@ -29,7 +29,7 @@ from grouped_linear.integrations.transformers import register
 from grouped_linear.quantized.frozen import FrozenBytes
 from support.compare import assert_same_bits, assert_same_tensors
 from support.errors import sentence
-from support.four_bits import HAS_QAT, learns_in_mxfp4
+from support.four_bits import learns_in_mxfp4
 from support.gpt_oss import IDS, QUANTIZATION, dequantized, packed, write_checkpoint
 from support.layers import through_pickle
 from support.tensors import BF16, DTYPES, FP32
@@ -176,7 +176,7 @@ def test_saves_the_files_bits(folder: Path, tmp_path: Path, way: str) -> None:
     assert_same_bits(logits(dequantized(tmp_path)), logits(dequantized(folder)))
 
 
-@pytest.mark.parametrize("weights", [None, "both"][: 1 + HAS_QAT])
+@pytest.mark.parametrize("weights", [None, "both"])
 @pytest.mark.parametrize("given", [False, True])
 def test_saves_what_learns_as_published(
     folder: Path, tmp_path: Path, weights: Any, given: bool

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grouped_linear import Float8BlockScaling, convert
 from support.compare import assert_same_tensors
 from support.devices import needs_two_gpus
-from support.four_bits import HAS_QAT, learns_in_mxfp4
+from support.four_bits import learns_in_mxfp4
 from support.hugging_face import tiny
 from support.processes import PROCESSES, Checks, Passes, device
 from support.tensors import BF16
@@ -123,7 +123,7 @@ CHECKS: Checks = {
     f"{family}, {form}": partial(check_form, family, form)
     for family in ("qwen3_moe", "gpt_oss")
     for form in FORMS
-    if family == "qwen3_moe" or form in ("16 bits", "mxfp4", "learns", *["learns, both"] * HAS_QAT)
+    if family == "qwen3_moe" or form in ("16 bits", "mxfp4", "learns", "learns, both")
 }
 
 

@@ -153,7 +153,7 @@ def test_grpo(
         assert torch.equal(t, adapters[name]) == (".default." not in name), name
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "bf16"])
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp4", "bf16"])
 def test_grpo_with_replayed_routing(recipe: str, tmp_path: Path) -> None:
     """The example learns, and shows what replay is for.
 

@@ -4,39 +4,14 @@
 E experts, N out_features, K in_features.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from grouped_linear import Float8BlockScaling, Format, Recipe, ops
-from grouped_linear.recipes import Operands
+from grouped_linear import Float8BlockScaling, Format, Recipe
 
 E4M3 = torch.float8_e4m3fn
 #: The numbers of E2M1's codes: OCP Microscaling Formats (MX) Specification 1.0, 5.3.3.
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-
-
-#: Whether formats say so themselves. Functions read no weights [E, K, N] in both precisions.
-HAS_QAT = hasattr(Format, "qat")
-
-
-class Learns(Format):
-    """A weight's format whose numbers a function rounds to MXFP4, and which says so."""
-
-    qat = "mxfp4"
-
-
-def rounded(t: Tensor, offs: Any, layouts: Any) -> Tensor:
-    """For GEMMs in 16 bits."""
-    return ops.dequantize_mxfp4(*ops.quantize_mxfp4(t.contiguous()), t.dtype)
-
-
-def rounded_in_blocks(t: Tensor, offs: Any, layouts: Any) -> Operands:
-    """For GEMMs in FP8, which hold these numbers exactly."""
-    w = rounded(t, offs, layouts)
-    q, scale, _ = ops.quantize_weight(w, columnwise=False, power_of_two_scales=True)
-    return Operands(q, scale, q, scale)
 
 
 def learns_in_mxfp4(fp8: bool = False) -> Recipe:
@@ -44,14 +19,7 @@ def learns_in_mxfp4(fp8: bool = False) -> Recipe:
 
     In FP8 they may be kept in both precisions.
     """
-    if HAS_QAT:
-        in_fp8: dict[str, Any] = {"qat": "mxfp4"}
-        return Float8BlockScaling(**in_fp8) if fp8 else Recipe(weight=Format(**in_fp8))
-    if not fp8:
-        return Recipe(weight=Learns(quantize=rounded))
-    blocks = Float8BlockScaling()
-    weight = Learns(quantize=rounded_in_blocks)
-    return Recipe(input=blocks.input, weight=weight, grad_output=blocks.grad_output)
+    return Float8BlockScaling(qat="mxfp4") if fp8 else Recipe(weight=Format(qat="mxfp4"))
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:

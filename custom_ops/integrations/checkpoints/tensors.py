@@ -232,7 +232,7 @@ def _experts_of(model: nn.Module) -> dict[str, Any]:
 def _learns_in(experts: Any) -> str | None:
     """The few bits that training rounds a weight to which learns, "mxfp4", or None."""
     recipe, _ = options_of(experts) or (None, False)
-    return None if recipe is None else getattr(recipe.weight, "qat", None)
+    return None if recipe is None else recipe.weight.qat
 
 
 def _form_of(op: str, name: str, experts: Any, weights: str | None) -> str | None:
