@@ -99,6 +99,10 @@ class Recipe:
         needs_state = (f.scaling == "delayed" and f.state is None for f in (x, w, dy))
         set_attribute(self, "has_state", any(needs_state))
         set_attribute(self, "states", tuple(f.state for f in (x, dy) if f.state is not None))
+        if w.qat is not None and w.qat_dim == -1:
+            both = x, replace(w, qat_dim=-2), dy
+            turned = Recipe(*both, requantize_weights=self.requantize_weights)
+            set_attribute(self, "_transposed", turned)
         # fake_quantize rounds to FP8 in functions, and may leave some operands as they are.
         rounded = [f.rounds_to for f in (x, w, dy) if f.rounds_to != AS_IT_IS]
         are_blocks = all(f.scaling == "block" and not f.wgrad_dtype for f in rounded)
@@ -115,6 +119,7 @@ class Recipe:
     has_linear_grad_op = False  # whether its backward can, too
     states: ClassVar[tuple[Any, ...]] = ()  # of input and grad_output: scales that a backward reads
     with_wgrad_in: ClassVar[dict[torch.dtype, "Recipe"]] = {}  # in blocks, but wgrad in 16 bits
+    _transposed: ClassVar[Any] = None
     has_state = False
     """Whether a layer keeps a state for it from step to step; set by this class."""
     freezes_weights_as: ClassVar[tuple[str, ...]] = ()
@@ -131,12 +136,7 @@ class Recipe:
     @property
     def transposed(self) -> "Recipe":
         """The recipe for a weight that is kept as [E, K, N], where blocks of MXFP4 run along K."""
-        w = self.weight
-        if w.qat is None:
-            return self
-        turned = replace(w, qat_dim=-3 - w.qat_dim)
-        both = self.input, turned, self.grad_output
-        return Recipe(*both, requantize_weights=self.requantize_weights)
+        return self._transposed or self
 
     @property
     def why_rows_depend(self) -> str | None:
