@@ -108,7 +108,7 @@ adam_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!) master,
     grad, Tensor(f!) exp_avg, Tensor(g!) exp_avg_sq, Tensor(h!)? max_exp_avg_sq, Tensor step,
     Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, float lr, float beta1, float
     beta2, float weight_decay, float eps, bool decoupled_weight_decay=True, bool maximize=False,
-    float amax_epsilon=0., bool power_of_two_scales=True) -> ()
+    float amax_epsilon=0., bool power_of_two_scales=True, int? mxfp4_dim=None) -> ()
 addmm(Tensor c, Tensor a, Tensor b) -> Tensor
 block_scaled_linear(Tensor x, Tensor w, Tensor m_splits, Tensor? bias=None, float
     amax_epsilon=0., bool power_of_two_scales=True, bool share_scales=False, bool
@@ -179,7 +179,8 @@ grouped_scaled_mm_wgrad_list_(Tensor(a!)[] main_grad, Tensor dy_t, Tensor x_t, T
     scale_dy_t, Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()
 quantize_mxfp4(Tensor w) -> (Tensor q, Tensor scale)
 quantize_weight(Tensor w, float amax_epsilon=0., bool power_of_two_scales=True, bool
-    columnwise=True, bool rowwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
+    columnwise=True, bool rowwise=True, int? mxfp4_dim=None) -> (Tensor q, Tensor scale, Tensor
+    q_t)
 quantize_weight_current(Tensor w, float amax_epsilon=0., bool power_of_two_scales=False, bool
     columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
 quantize_weight_delayed(Tensor w, Tensor scale, Tensor(a!)? amax, bool columnwise=True) ->
@@ -187,7 +188,7 @@ quantize_weight_delayed(Tensor w, Tensor scale, Tensor(a!)? amax, bool columnwis
 quantize_weight_list(Tensor[] w, float amax_epsilon=0., bool power_of_two_scales=True, bool
     columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
 refresh_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor[] w, Tensor? refresh,
-    float amax_epsilon=0., bool power_of_two_scales=True) -> ()
+    float amax_epsilon=0., bool power_of_two_scales=True, int? mxfp4_dim=None) -> ()
 refresh_weight_current_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor[] w, Tensor?
     refresh, float amax_epsilon=0., bool power_of_two_scales=False) -> ()
 refresh_weight_delayed_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!)? amax,
