@@ -88,19 +88,14 @@ def step_of(cls: Any, **options: Any) -> Callable[[Any], None]:
     return step
 
 
-def orthogonalized_step(layer: Any) -> None:
-    """Muon's over each expert: torch.optim.Muon takes matrices alone."""
-    w = layer.weight
-    grad = torch.randn(w.shape, generator=torch.Generator().manual_seed(4)).to(w.device, w.dtype)
-    momentum = torch.zeros_like(w).lerp_(grad, 0.05)
-    x = momentum.float()
-    x = x / x.norm(dim=(1, 2), keepdim=True)
-    for _ in range(3):
-        square = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    with torch.no_grad():
-        w.mul_(1 - 0.01)
-        w.add_(x.to(w.dtype), alpha=-0.02)
+def muon_step(layer: Any) -> None:
+    """As docs/quantized_weights.md has it: torch's, by matrices that share the weight's memory."""
+    matrices = [nn.Parameter(w) for w in layer.weight.detach()]
+    muon = torch.optim.Muon(matrices, lr=0.05)
+    for seed, w in enumerate(matrices):
+        generator = torch.Generator().manual_seed(seed)
+        w.grad = torch.randn(w.shape, generator=generator).to(w.device, w.dtype)
+    muon.step()
 
 
 def schedule_free_steps(layer: Any) -> None:
@@ -250,7 +245,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "rmsprop": step_of(torch.optim.RMSprop, foreach=True),
     "adafactor": step_of(torch.optim.Adafactor),
     "compiled": compiled_step,
-    "muon": orthogonalized_step,
+    "muon": muon_step,
     "schedule-free": schedule_free_steps,
     "copy_": no_grad(lambda m: m.weight.copy_(torch.linspace(-1, 1, K).expand(E, N, K))),
     "uniform_": no_grad(
