@@ -355,7 +355,7 @@ def test_no_layer_passes_a_function_by(name: str, role: str) -> None:
 @pytest.mark.parametrize("layer", [GroupedLinear, GroupedMLP])
 @pytest.mark.parametrize("recipe", [FLOAT8_FORWARD, Recipe()], ids=["own", "none"])
 def test_what_a_cache_stores(recipe: Recipe, layer: Any) -> None:
-    sentence = "Recipe: cache_weights=True stores weights in this package's scaled formats, got Fo"
+    sentence = "Recipe: cache_weights=True stores weights in this package's formats, got Fo"
     with pytest.raises(ValueError, match=sentence):
         layer(E, K, N, recipe=recipe, cache_weights=True)
 

@@ -5,8 +5,11 @@ T rows, E groups, K in_features, N out_features.
 """
 
 import copy
+import io
 import itertools
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +26,11 @@ from grouped_linear import (
     Recipe,
     SwiGLU,
     convert,
+    grouped_linear,
     ops,
     te,
 )
-from grouped_linear.contrib import fake_quantize
+from grouped_linear.contrib import fake_quantize, watch
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Format
 from support import gpt_oss, reference
@@ -50,6 +54,7 @@ RECIPES: dict[str, tuple[Recipe, Recipe | None]] = {
 }
 
 
+QAT = Float8BlockScaling(qat="mxfp4")
 GPT_OSS = SwiGLU(1.702, 1.0, 7.0, interleaved=True)
 
 
@@ -247,7 +252,20 @@ def test_fake_quantize(device: str) -> None:
     ("make", "sentence"),
     [
         (lambda: Format(qat="fp4"), "Format: qat must be None or 'mxfp4'"),
-        (lambda: Format(qat="mxfp4", qat_dim=0), "qat_dim -1 or -2, got 'mxfp4' and 0"),
+        (lambda: Format(qat="mxfp4", qat_dim=0), "qat_dim is -1, or with qat -2, got 0"),
+        (lambda: Format(qat_dim=-2), "qat_dim is -1, or with qat -2, got -2"),
+        (
+            lambda: GroupedLinear(2, 64, 64, recipe=RECIPES["16_bits"][0].transposed),
+            "GroupedLinear: qat_dim is convert's, for weights kept as [E, K, N]",
+        ),
+        (
+            lambda: Recipe(Float8BlockScaling().input, Format(qat="mxfp4")),
+            "Recipe: fprop cannot multiply input with scales of blocks and weight with codes of",
+        ),
+        (
+            lambda: grouped_linear(torch.ones(3, 48), torch.ones(1, 16, 48), [3], recipe=QAT),
+            "grouped_linear: in_features of weight must be a multiple of 32 with qat='mxfp4'",
+        ),
         (lambda: Format(reference.E4M3, "group", qat="mxfp4"), "qat goes with scaling 'block'"),
         (lambda: Format(BF16, qat="mxfp4"), "qat goes with scaling 'block' or stands alone"),
         (lambda: Format(quantize=torch.neg, qat="mxfp4"), "without dtype and quantize"),
@@ -261,13 +279,17 @@ def test_fake_quantize(device: str) -> None:
             "GroupedMLP: intermediate_size must be a multiple of 32 with qat='mxfp4', got 48",
         ),
         (
+            lambda: GroupedLinear(2, 64, 32, recipe=RECIPES["16_bits"][0], weights="mxfp4"),
+            "weights='mxfp4' is frozen, so nothing learns in MXFP4",
+        ),
+        (
             lambda: GroupedLinear(2, 64, 32, recipe=RECIPES["fp8"][0], weights="fp8"),
-            "weights='fp8' is frozen and learns in no format: leave qat out",
+            "weights='fp8' is frozen, so nothing learns in MXFP4: leave qat out of the recipe, or",
         ),
     ],
 )
 def test_what_is_refused(make: Any, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
         make()
 
 
@@ -324,3 +346,60 @@ def test_checkpoint_learns(
         after = models[0](input_ids=ids, labels=ids).loss
     assert after < losses[0]
     assert not any(torch.equal(a, e.down_proj) for a, e in zip(before, experts, strict=True))
+
+
+# --- beside other formats, tools and files -------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_codes_beside_any_16_bits(device: str, dtype: torch.dtype) -> None:
+    """They are decoded to what they are multiplied with."""
+    x = Format(dtype)
+    layers = [GroupedLinear(3, 96, 160, recipe=Recipe(x, w, x)) for w in (Format(qat="mxfp4"), x)]
+    with torch.no_grad():
+        w = ops.dequantize_mxfp4(*ops.quantize_mxfp4(layers[0].weight), FP32)
+    layers[1].load_state_dict(layers[0].state_dict() | {"weight": w})
+    actual, expected = (results(layer.to(device), device, FP32) for layer in layers)
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_copies_of_a_cache(device: str) -> None:
+    layer, _ = pairs(device, FP32, "16_bits", cache_weights=True)
+    expected = results(layer, device, FP32, is_first_microbatch=True)
+    for other in (copy.deepcopy(layer), through_pickle(layer)):
+        for a, e in zip(
+            results(other, device, FP32, is_first_microbatch=True), expected, strict=True
+        ):
+            assert_same_bits(a, e)
+
+
+@pytest.mark.parametrize("of", ["fp8", "16_bits"])
+def test_file_of_a_parameter(of: str) -> None:
+    """torch.load takes it, whatever its recipe."""
+    for recipe in (RECIPES[of][0], RECIPES[of][0].transposed):
+        w = nn.Parameter(GroupedTensorWithMaster.quantize(torch.randn(2, 64, 96), recipe))
+        file = io.BytesIO()
+        torch.save(w, file)
+        file.seek(0)
+        loaded = torch.load(file)
+        for a, e in zip(loaded.parts, w.parts, strict=True):
+            assert (a is None) == (e is None)
+            if a is not None:
+                assert_same_bits(a, e)
+
+
+@pytest.mark.parametrize("of", ["fp8", "16_bits"])
+def test_watched(of: str) -> None:
+    """Of a weight, how far its numbers in MXFP4 are from its own."""
+    layer, _ = pairs("cpu", BF16, of, kind=GroupedMLP)
+    watched = watch(layer)
+    results(layer, "cpu", BF16)
+    errors = [row.error for row in watched.read().operands if row.role == "weight"]
+    assert len(errors) == 2
+    assert all(0.08**2 < error < 0.14**2 for error in errors)
+
+
+def test_frozen_models_learn_nothing(tmp_path: Path) -> None:
+    model = gpt_oss.packed(gpt_oss.write_checkpoint(tmp_path / "gpt_oss"))
+    with pytest.raises(ValueError, match=r"is frozen, so nothing learns .* \(dequantize=True\)"):
+        convert(model, QAT)

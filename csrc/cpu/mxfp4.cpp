@@ -119,7 +119,8 @@ struct E4m3Expert {
   }
 };
 
-// The largest magnitude as an integer, a NaN the largest: of n numbers, and of each with another.
+// The largest magnitude of n numbers as bits, of which NaN's are the largest; raise_amax does so
+// column by column.
 GROUPED_LINEAR_EVERY_WIDTH uint32_t amax_of(const float* w, int64_t n) {
   uint32_t amax = 0;
   for (int64_t c = 0; c < n; ++c) amax = std::max(amax, exact::bits_of(w[c]) & kMagnitude);

@@ -163,8 +163,8 @@ void quantize_and_sum(ScalarType dtype, const std::vector<RowBlock>& blocks, Tar
       bias_grad[block.group * features + c] += block_sums[block.index * features + c];
 }
 
-// The e4m3 numbers of `rows` x `cols` weights, w [128][128], in blocks of MXFP4 along a dimension, -1
-// or -2: those of quantize_mxfp4's codes. Returns what multiplies them to dequantize.
+// The e4m3 numbers of `rows` x `cols` weights, w [128][128], in blocks of MXFP4 along a dimension,
+// -1 or -2: those of quantize_mxfp4's codes. Returns what multiplies them to dequantize.
 float encode_mxfp4(const float* w, int64_t rows, int64_t cols, int64_t dim, ByteTile& bytes);
 
 // An output of an op, or an empty tensor if it is not requested.

@@ -125,7 +125,7 @@ class Rounded:
         format = self.rounds_to
         if format.quantize is not None:
             return format.quantize(t, offs_E, layouts)
-        if format.scaling is None and format.qat is not None:
+        if format.stored_as == "mxfp4":
             return ops.dequantize_mxfp4(*ops.quantize_mxfp4(t), t.dtype)
         if format.scaling is None:
             return t if format.dtype is None else t.to(format.dtype).to(t.dtype)

@@ -149,7 +149,9 @@ class Observer:
         before, scales, largest_E = None, None, None
         if w is not None:
             before = w.index_select(1, row).double().flatten(0, 1)
-        if q is not None:
+        if self.format.stored_as == "mxfp4" and w is not None:
+            q = _decoded(made, row)
+        elif q is not None:
             q_ENK = q
             q = _select(q_ENK, 1, row).flatten(0, 1)
             if scale is not None and scale.dim() == 1:
@@ -218,6 +220,13 @@ def _quantized(made: Operands, format: Format) -> tuple[Tensor | None, Tensor | 
     if scale is not None and scale.dtype != torch.float32:  # by a user's function
         return None, None
     return q, scale
+
+
+def _decoded(made: Operands, row: Tensor) -> Tensor:
+    """Some rows of each expert of a weight in MXFP4, of which the op takes sixteen at a time."""
+    both: Any = made.rowwise, made.rowwise_scale
+    codes, scale = (pad(part.index_select(1, row), (0, 0, 0, -len(row) % 16)) for part in both)
+    return ops.dequantize_mxfp4(codes, scale)[:, : len(row)].flatten(0, 1)
 
 
 def _select(q: Tensor, dim: int, index: Tensor) -> Tensor:

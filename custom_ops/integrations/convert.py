@@ -134,7 +134,7 @@ def convert(
             become such bytes in the same memory by the option of their format; the others are
             refused. It also refuses w13 with any of the three; biases and weights stored as
             [E, in_features, out_features] with ``"fp8"``; in_features that are no multiple of 32
-            with ``"mxfp4"``.
+            with ``"mxfp4"`` or a recipe with ``qat``.
         recipes: other recipes for some of the experts, by patterns of their names in
             ``named_modules``, as ``fnmatch`` has them: ``{"model.layers.0.*": None}`` computes the
             first layer without FP8. Of several that match, the last one counts. With ``weights``

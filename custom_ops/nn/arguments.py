@@ -12,7 +12,13 @@ from torch.nn.functional import dropout
 
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE
-from grouped_linear.nn.checks import check_parameter, check_recipe, check_state, check_tensor
+from grouped_linear.nn.checks import (
+    check_mx_blocks,
+    check_parameter,
+    check_recipe,
+    check_state,
+    check_tensor,
+)
 from grouped_linear.quantized.keep import KEPT, local_part, stored_weight
 from grouped_linear.recipes import DelayedScalingState, Recipe
 from grouped_linear.recipes.format import WeightList
@@ -70,6 +76,8 @@ def ready(
     weights = cast = given.weights
     check = check_parameter if given.stored is None else check_tensor
     check(op, names[0], weights[0])
+    if given.recipe.weight.qat is not None:
+        check_mx_blocks(op, given.recipe, None, **{f"in_features of {names[0]}": given.in_features})
     if given.bias_EN is not None:
         check_parameter(op, names[1], given.bias_EN)
     if given.stored is None and isinstance(weights[0], KEPT):

@@ -92,6 +92,8 @@ def check_recipe(layer: str, recipe: Recipe | None) -> None:
     """Raise ValueError unless it is None or an instance of Recipe."""
     if recipe is not None:
         check_is_recipe(layer, recipe, "None or a grouped_linear.Recipe, as Float8BlockScaling()")
+        if recipe.weight.qat_dim != -1:
+            raise ValueError(f"{layer}: qat_dim is convert's, for weights kept as [E, K, N]")
 
 
 def check_state(op: str, *states: Any) -> None:

@@ -34,7 +34,7 @@ class GroupedLinear(GroupedLayer):
 
     Args:
         num_experts: E, the number of groups (experts), at most 1024.
-        in_features: K, a multiple of 16.
+        in_features: K, a multiple of 16; of 32 for weights in MXFP4.
         out_features: N, a multiple of 16.
         bias: whether the layer has a bias.
         device: of the parameters. After ``device="meta"`` call ``to_empty(device=...)`` and
@@ -49,13 +49,13 @@ class GroupedLinear(GroupedLayer):
             (float32 or bfloat16, of its shape), in the GEMM itself, and leave ``grad`` alone.
             docs/from_other_libraries.md has the attributes that Megatron sets beside it.
         weights: how the weight is kept. None: a plain tensor, which each call quantizes. "both": a
-            ``GroupedTensorWithMaster``, a plain tensor and its FP8 numbers,
+            ``GroupedTensorWithMaster``, a plain tensor and its FP8 (or MXFP4) numbers,
             which are made when it is written, as by an optimizer. "fp8": frozen in FP8 alone, under
             ``Float8BlockScaling``: drawn in `dtype`, then quantized, for inference and adapters.
             For these two the recipe is ``Float8BlockScaling()`` unless another is given.
             "mxfp4": the same in 4.25 bits an element, see
             :func:`grouped_linear.ops.quantize_mxfp4`, without a recipe or under
-            ``Float8BlockScaling`` or ``MXFP8BlockScaling``; K is then a multiple of 32.
+            ``Float8BlockScaling`` or ``MXFP8BlockScaling``.
         lora: an adapter beside the weight, which is frozen, see :class:`grouped_linear.Lora`.
 
     Attributes:

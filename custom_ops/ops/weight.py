@@ -47,8 +47,9 @@ def quantize_weight(
         rowwise: return q, which fprop reads. At least one layout must be requested.
         mxfp4_dim: quantize the numbers of :func:`quantize_mxfp4`, whose blocks of 32 run along this
             dimension of w: -1, or -2 of a weight that is stored as [E, K, N]. q and scale are then
-            what :func:`grouped_mm_mxfp4` makes of its codes beside a in e4m3, whatever the options
-            of scales are. (Scales are at least 2^-126, which only weights below 2^-117 reach.)
+            what :func:`grouped_mm_mxfp4` makes of its codes beside a in e4m3; ``amax_epsilon`` and
+            ``power_of_two_scales`` have no effect. (Scales are at least 2^-126, which only weights
+            below 2^-117 reach.)
 
     >>> import torch
     >>> quantized = quantize_weight(torch.randn(2, 32, 144))

@@ -121,7 +121,7 @@ class ExpertParallel(ParallelStyle):
             module.register_parameter(name, nn.Parameter(part, requires_grad=p.requires_grad))
         for cache_name, cache in list(module.named_children()):
             if isinstance(cache, WeightCache):
-                _, N, K = cache.values.shape
+                _, N, K = cache.quantized_weight().stand_in.shape
                 own = E // device_mesh.size()
                 smaller = WeightCache(cache.recipe, own, N, K, cache.values.device)
                 setattr(module, cache_name, smaller)

@@ -65,9 +65,9 @@ class GatheredWeight(Tensor):
         return t
 
     @property
-    def stored_as(self) -> str | None:
-        """What the recipe's weights are: a constant, see :attr:`Format.compared`."""
-        return self.recipe.weight.stored_as
+    def kind(self) -> tuple[str | None, str | None]:
+        """That of the recipe's weights: constants, see :attr:`Format.compared`."""
+        return self.recipe.weight.kind
 
     def quantized_weight(self) -> QuantizedWeight:
         """The numbers that a layer's GEMMs read."""

@@ -22,8 +22,8 @@ from grouped_linear.recipes.recipe import UNQUANTIZED
 Weights = Literal["both", "fp8", "mxfp4"] | None
 #: The recipes that each way to keep weights needs, as errors name them.
 NEEDS = {
-    "both": "the recipe Float8BlockScaling, Float8CurrentScaling or one with a weight format of "
-    "your own or in MXFP4",
+    "both": "the recipe Float8BlockScaling, Float8CurrentScaling or one whose weight format is a "
+    "function or Format(qat='mxfp4')",
     "fp8": "the recipe Float8BlockScaling",
     "mxfp4": "no recipe, Float8BlockScaling or MXFP8BlockScaling",
 }
@@ -63,8 +63,11 @@ def check_weights_kept(
         raise ValueError(
             f"{owner}: weights must be None, 'both', 'fp8' or 'mxfp4', got {weights!r}"
         )
-    if weights == "fp8" and recipe is not None and recipe.weight.qat is not None:
-        raise ValueError(f"{owner}: weights='fp8' is frozen and learns in no format: leave qat out")
+    if weights in ("fp8", "mxfp4") and recipe is not None and recipe.weight.qat is not None:
+        raise ValueError(
+            f"{owner}: weights={weights!r} is frozen, so nothing learns in MXFP4: leave qat out of "
+            "the recipe, or load the weights in high precision (dequantize=True)"
+        )
     can = weights in (None, "mxfp4") if recipe is None else recipe.keeps_weights_as(weights)
     if weights is not None and not can:
         raise ValueError(f"{owner}: weights={weights!r} needs {NEEDS[weights]}, got {recipe!r}")
@@ -88,8 +91,8 @@ def stored_weight(op: str, w: Any, recipe: Recipe) -> QuantizedWeight | None:
     """The parts of a quantized weight that GEMMs read; None for a weight that a call quantizes.
 
     A call quantizes a weight with its master where the recipe's format is another than the
-    weight's. ValueError for a recipe whose weights have scales of another kind than a weight that
-    FSDP2 gathered in FP8, RuntimeError under torch.jit.trace.
+    weight's. ValueError for a recipe whose weights are of another kind than a weight that FSDP2
+    gathered in few bits, RuntimeError under torch.jit.trace.
     """
     if not isinstance(w, KEPT):
         return None
@@ -101,9 +104,12 @@ def stored_weight(op: str, w: Any, recipe: Recipe) -> QuantizedWeight | None:
         # A view, as of a weight that is stored transposed, has no parts of its own.
         same = recipe.weight.compared == w.format_options
         return w.parts_if_whole() if same else None
-    if recipe.weight.stored_as != w.stored_as:
-        name, got = type(w.recipe).__name__, None if recipe is UNQUANTIZED else recipe
-        raise ValueError(f"{op}: a quantized weight needs the recipe {name}, got {got!r}")
+    if recipe.weight.kind != w.kind:
+        got = None if recipe is UNQUANTIZED else recipe
+        raise ValueError(
+            f"{op}: a weight that FSDP2 gathers under {w.recipe!r} needs such a recipe, got "
+            f"{got!r}: convert with weights='both' again before it is sharded"
+        )
     return w.quantized_weight()
 
 

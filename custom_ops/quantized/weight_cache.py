@@ -28,9 +28,9 @@ class WeightCache(nn.Module):
 
     Attributes:
         recipe: as given.
-        values: [E, N, K], for fprop.
+        values: [E, N, K], for fprop; of MXFP4 the codes, which dgrad reads, too.
         scale: of ``values`` and of ``columnwise``; None under MXFP8.
-        columnwise: for dgrad, in FP8 [E, K, N], under MXFP8 [E, N, K].
+        columnwise: for dgrad, in FP8 [E, K, N], under MXFP8 [E, N, K], of MXFP4 None.
     """
 
     _numbers: Any
@@ -42,7 +42,7 @@ class WeightCache(nn.Module):
         if not stores(recipe.weight):
             raise ValueError(
                 f"{type(recipe).__name__}: cache_weights=True stores weights in this package's "
-                f"scaled formats, got {recipe.weight!r}: leave cache_weights out"
+                f"formats, got {recipe.weight!r}: leave cache_weights out"
             )
         self.recipe, self._in_graphs = recipe, False
         with torch.inference_mode(False):
@@ -129,7 +129,7 @@ class WeightCache(nn.Module):
 
         An empty tensor has their device, as ``torch.load`` maps it.
         """
-        sizes = tuple(self.values.shape)
+        sizes = tuple(self.quantized_weight().stand_in.shape)
         return vars(self) | {"_numbers": (sizes, torch.empty(0, device=self.values.device))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

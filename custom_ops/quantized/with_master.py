@@ -54,7 +54,8 @@ class GroupedTensorWithMaster(HandledTensor):
     Attributes:
         master: [E, N, K] bfloat16, float16 or float32, contiguous; or [N, K] of one expert. Read
             it; write the tensor.
-        q: [E, N, K] e4m3, or [N, K] in one expert.
+        q: [E, N, K] e4m3, or [N, K] in one expert; under ``Format(qat="mxfp4")`` q and scale are
+            those of :class:`grouped_linear.ops.Mxfp4Weight`, and q_t is None.
         scale: [E, ceil(N / 128), ceil(K / 128)] float32, or [E] under ``Float8CurrentScaling``;
             without E in one expert.
         q_t: [E, K, N], q transposed, which dgrad reads; None if columnwise data was not requested.
@@ -139,8 +140,7 @@ class GroupedTensorWithMaster(HandledTensor):
             w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16. A plain contiguous
                 `w` is not copied; it is then this tensor's memory, and is written through it alone.
             recipe: ``Float8BlockScaling()``, the default, ``Float8CurrentScaling()``, or one whose
-                weight format is a function of your own or ``Format(qat="mxfp4")``, whose q and
-                scale are those of :class:`grouped_linear.ops.Mxfp4Weight`.
+                weight format is a function of your own or ``Format(qat="mxfp4")``.
             columnwise: keep q_t too, which dgrad reads.
 
         Raises:
@@ -154,7 +154,8 @@ class GroupedTensorWithMaster(HandledTensor):
         if not isinstance(recipe, Recipe) or not recipe.keeps_weights_as("both"):
             raise ValueError(
                 "GroupedTensorWithMaster: recipe must be Float8BlockScaling, Float8CurrentScaling "
-                f"or have a weight format of your own, got {recipe!r}"
+                "or have a weight format that is a function or Format(qat='mxfp4'), got "
+                f"{recipe!r}"
             )
         Rules("GroupedTensorWithMaster", w=w).weight()
         w = w.detach()
@@ -470,4 +471,4 @@ def _check_parts(master: Tensor, parts: QuantizedWeight, format: Format) -> None
             )
 
 
-torch.serialization.add_safe_globals([_rebuild])
+torch.serialization.add_safe_globals([_rebuild, Recipe, Format])

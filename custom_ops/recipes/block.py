@@ -43,10 +43,11 @@ class Float8BlockScaling(Recipe):
             at most 256 intermediate features computes the down projection's in the dtype of 16-bit
             tokens all the same, which is faster.
         qat: ``"mxfp4"`` trains weights in the four bits in which they are served, which is called
-            quantization-aware training: a weight that learns is rounded to MXFP4 first, as
-            :func:`grouped_linear.ops.quantize_mxfp4` does, in the pass that quantizes it. The
+            quantization-aware training: each weight is rounded to MXFP4, as
+            :func:`grouped_linear.ops.quantize_mxfp4` does, and written in e4m3, in one pass. The
             gradient reaches it as if it had not been rounded. y and dx are, bit for bit, those of
-            ``weights="mxfp4"`` of the same numbers. in_features must be multiples of 32.
+            ``weights="mxfp4"`` of the same numbers. in_features must be multiples of 32, and
+            ``power_of_two_scales`` and ``amax_epsilon`` do not apply to the weight.
         requantize_weights: quantize weights for dgrad again in the backward, instead of keeping the
             transposed one from the forward on: a byte for each number, of all layers at once, under
             FSDP2 of whole layers. Weights that are cached or stored in FP8 are read as they are.

@@ -146,12 +146,13 @@ class Format:
             place: t is the caller's tensor.
         state: where ``"delayed"`` scaling reads scales and records amaxes. A layer sets it.
         records: whether amaxes are recorded there.
-        qat: ``"mxfp4"`` multiplies a weight that learns by its numbers in MXFP4, see
-            :func:`grouped_linear.ops.quantize_mxfp4`: with the scaling ``"block"`` in FP8, exactly
-            (:class:`grouped_linear.Float8BlockScaling`), without one beside 16 bits or float32. The
-            gradient reaches the weight as if it had not been rounded.
-        qat_dim: along which dimension of the weight its blocks run: -1, or -2 of one that is kept
-            as [E, K, N].
+        qat: ``"mxfp4"`` rounds a weight that learns to MXFP4, see
+            :func:`grouped_linear.ops.quantize_mxfp4`. With the scaling ``"block"`` its numbers are
+            held in e4m3 (:class:`grouped_linear.Float8BlockScaling`), without a scaling they are
+            multiplied beside 16 bits or float32. The gradient reaches the weight as if it had not
+            been rounded.
+        qat_dim: along which dimension of the stored weight its blocks run. ``convert`` sets -2 for
+            one that is kept as [E, K, N].
         observer: called with each operand that is made in this format, for a tool that looks at it,
             as ``observer(source, operands, offs, layouts)``: a tensor, or what rows are computed
             from (:class:`Gathered`, :class:`SwigluOf`, :class:`SwigluGradOf`), what was made of it,
@@ -206,11 +207,10 @@ class Format:
                 "Format: wgrad_dtype must be None, bfloat16 or float16, "
                 f"got {shown(self.wgrad_dtype)}"
             )
-        if self.qat not in (None, "mxfp4") or self.qat_dim not in (-1, -2):
-            raise ValueError(
-                "Format: qat must be None or 'mxfp4' and qat_dim -1 or -2, "
-                f"got {self.qat!r} and {self.qat_dim!r}"
-            )
+        if self.qat not in (None, "mxfp4"):
+            raise ValueError(f"Format: qat must be None or 'mxfp4', got {self.qat!r}")
+        if self.qat_dim not in ((-1,) if self.qat is None else (-1, -2)):
+            raise ValueError(f"Format: qat_dim is -1, or with qat -2, got {self.qat_dim!r}")
         alone = (self.scaling, self.dtype, self.quantize) == (None, None, None)
         if self.qat is not None and not (alone or self.scaling == "block"):
             raise ValueError(
@@ -254,7 +254,7 @@ class Format:
     def _check_order(self, name: str, w_ENK: Tensor, columnwise: Any) -> None:
         """Raise RuntimeError for a columnwise weight that is [E, K, N], where its shape hides it.
 
-        It is asked once, in eager mode, in a wait for the device.
+        It is asked in eager mode, in a wait for the device: once, or until the weight is not zero.
         """
         if self.order_is_known or torch.compiler.is_compiling() or w_ENK.device.type == "meta":
             return
@@ -268,7 +268,7 @@ class Format:
                 f"{name}: columnwise must be [E, N, K], as the weight is, got its transpose: "
                 "return columnwise.mT"
             )
-        object.__setattr__(self, "order_is_known", bool(alike > turned))
+        object.__setattr__(self, "order_is_known", bool(length != 0))
 
     @property
     def compared(self) -> tuple[Any, ...]:
@@ -324,6 +324,11 @@ class Format:
     def stored_as(self) -> str | None:
         """What a weight that is stored in this format is: its scaling, or "mxfp4" for codes."""
         return "mxfp4" if self.scaling is None and self.qat is not None else self.scaling
+
+    @property
+    def kind(self) -> tuple[str | None, str | None]:
+        """What GEMMs that read a stored weight must know of it: constants."""
+        return self.scaling, self.qat
 
     @property
     def transposes_columnwise(self) -> bool:

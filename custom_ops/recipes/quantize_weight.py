@@ -65,10 +65,9 @@ def quantize_weight(weights: WeightList, format: Format, layouts: Layouts) -> Op
 
     The rowwise operand may be there in any case.
     """
-    if format.qat is not None and weights[0].dim() == 2:
-        weights = (torch.stack(weights),)
+    weights = _whole(weights, format)
     is_list, rowwise, columnwise = weights[0].dim() == 2, layouts.rowwise, layouts.columnwise
-    if format.qat is not None and format.scaling is None:
+    if format.stored_as == "mxfp4":
         codes, of_codes = ops.quantize_mxfp4(weights[0])
         return with_shared_scale(codes, of_codes, codes if columnwise else None)
     if format.scaling is None and format.quantize is None:
@@ -114,11 +113,16 @@ def quantize_weight(weights: WeightList, format: Format, layouts: Layouts) -> Op
     if not transposed:
         return with_shared_scale(*quantize(w_ENK, columnwise=columnwise, **options))
     if format.qat is not None:
-        options["mxfp4_dim"] = -3 - format.qat_dim
+        options["mxfp4_dim"] = -2
     q_t, scale, q = quantize(w_ENK.mT, columnwise=rowwise, **options)
     if scale.dim() == 3:
         scale = scale.mT.contiguous()
     return with_shared_scale(q if rowwise else None, scale, q_t if columnwise else None)
+
+
+def _whole(weights: WeightList, format: Format) -> WeightList:
+    """One tensor in place of E where ops round to MXFP4."""
+    return weights if format.qat is None or weights[0].dim() == 3 else (torch.stack(weights),)
 
 
 def weight_for_dgrad(columnwise: Values, scale: Tensor | None, format: Format) -> Operands:
@@ -198,8 +202,7 @@ def refresh_weight_(
     false leaves ``quantized`` alone. None stands for true.
     """
     values, scale, columnwise = quantized
-    if format.qat is not None and weights[0].dim() == 2:
-        weights = (torch.stack(weights),)
+    weights = _whole(weights, format)
     if format.stored_as == "mxfp4":
         w = weights[0] if format.qat_dim == -1 else weights[0].mT
         for part, new in zip((values, scale), ops.quantize_mxfp4(w), strict=True):

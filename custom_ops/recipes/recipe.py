@@ -130,8 +130,7 @@ class Recipe:
         if weights == "both":
             is_stored = self.weight.stored_as in ("block", "group", "mxfp4")
             return is_stored or self.weight.quantize is not None
-        learns_in_mxfp4 = self.weight.qat is not None
-        return weights in self.freezes_weights_as and not (weights == "fp8" and learns_in_mxfp4)
+        return weights in self.freezes_weights_as and self.weight.qat is None
 
     @property
     def transposed(self) -> "Recipe":
@@ -153,6 +152,8 @@ class Recipe:
     def check_operands(self, gemm: str, a: Any, b: Any, scale_a: Any, scale_b: Any) -> None:
         """Raise RuntimeError for operands that a GEMM cannot multiply with each other."""
         b = b[0] if isinstance(b, tuple) else b
+        if b.dtype == torch.uint8:  # codes of MXFP4, which are decoded to a
+            return
         if (scale_a is None) != (scale_b is None) or (scale_a is None and a.dtype != b.dtype):
             left, right = (
                 f"in {dtype_name(t.dtype)} with{'out' if scale is None else ''} scales"
@@ -183,6 +184,8 @@ def _kind(format: Format, columnwise: bool = False) -> str | None:
         return None
     if format.scaling == "mx":
         return "bfloat16"
+    if format.stored_as == "mxfp4":
+        return "codes of MXFP4"
     if format.scaling is None:
         return "the activations' dtype" if format.dtype is None else dtype_name(format.dtype)
     return "scales of blocks" if format.scaling == "block" else "scales of groups"
@@ -206,6 +209,8 @@ def _agree(left: str | None, right: str | None) -> bool:
     """Whether a GEMM may multiply these; of activations only the call knows the dtype."""
     if left is None or right is None or left == right:
         return True
+    if right == "codes of MXFP4":  # which are decoded to a
+        return not left.startswith("scales")
     return "the activations' dtype" in (left, right) and not any(
         kind.startswith("scales") for kind in (left, right)
     )

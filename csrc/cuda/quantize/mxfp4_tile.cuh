@@ -29,8 +29,8 @@ void for_mxfp4_blocks(std::optional<int64_t> dim, const Run& run) {
     run(std::integral_constant<Mxfp4, Mxfp4::kColumns>());
 }
 
-// mxfp4::round of two bf16 numbers, in half of the instructions: 1.5 * 2^(e + 6) rounds bf16's eight
-// bits where float32's 24 take 1.5 * 2^(e + 22). one_fields: a field in each half.
+// mxfp4::round of two bf16 numbers, in half of the instructions: 1.5 * 2^(e + 6) rounds bf16's
+// eight bits where float32's 24 take 1.5 * 2^(e + 22). one_fields: a field in each half.
 __device__ __forceinline__ uint32_t round_mxfp4_pair(uint32_t pair, uint32_t one_fields) {
   constexpr uint32_t kSigns = 0x80008000, kFields = 0x7f807f80,
                      kAnchor = (6u << 7 | 1u << 6) * 0x10001;
@@ -46,8 +46,8 @@ __device__ __forceinline__ uint32_t round_mxfp4_pair(uint32_t pair, uint32_t one
   return bits_of(__hsub2_rn(__hadd2_rn(magnitude, anchor), anchor)) | (pair & kSigns);
 }
 
-// How a fragment's rows, or its columns, are rounded, and the tile's factor. For each row add_row(),
-// then finish(), by all threads of a tile.
+// How a fragment's rows, or its columns, are rounded, and the tile's factor. For each row
+// add_row(), then finish(), by all threads of a tile.
 template <typename Element, Mxfp4 kBlocks>
 class Mxfp4Tile {
   static constexpr bool kByRows = kBlocks == Mxfp4::kRows;
