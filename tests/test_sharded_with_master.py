@@ -6,6 +6,7 @@ gathers. E experts, T rows, K in_features, N out_features.
 """
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,6 +38,7 @@ from grouped_linear import (
     GroupedMLP,
     Recipe,
     convert,
+    grouped_linear,
 )
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
@@ -171,6 +173,25 @@ def check_gathered(rank: int, directory: Path) -> None:
         )
     model.layers[0].reshard()  # type: ignore[operator]
     assert_fresh(model.layers[0].down_proj)
+
+
+def check_other_recipes(rank: int, directory: Path) -> None:
+    """What is gathered is read by recipes of its kind alone: qat that is switched on later is not.
+
+    A weight whose master is here is quantized again in each call.
+    """
+    x = torch.randn(T, H, device=device())
+    for name, other in itertools.permutations(RECIPES, 2):
+        layer = GroupedLinear(E, H, F, bias=False, recipe=RECIPES[name], weights="both")
+        layer.to(device())
+        expected = grouped_linear(x, layer.weight.dequantize(), COUNTS, recipe=RECIPES[other])
+        assert_same_bits(grouped_linear(x, layer.weight, COUNTS, recipe=RECIPES[other]), expected)
+        if name == "own":  # gathered in high precision
+            continue
+        fully_shard(layer)
+        layer.unshard()
+        with pytest.raises(ValueError, match=r"grouped_linear: a weight that FSDP2 gathers under"):
+            grouped_linear(x, layer.weight, COUNTS, recipe=RECIPES[other])
 
 
 def check_checkpoints(rank: int, directory: Path) -> None:
@@ -362,6 +383,7 @@ CHECKS: Checks = {
     "mixed_precision": check_mixed_precision,
     "bytes": check_bytes,
     "gathered": check_gathered,
+    "other_recipes": check_other_recipes,
     "checkpoints": check_checkpoints,
     "data_parallel": check_data_parallel,
     "guide": check_guide,
