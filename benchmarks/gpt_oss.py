@@ -6,7 +6,6 @@ It needs transformers, and on a GPU accelerate.
 E experts, K in_features, N out_features.
 """
 
-import tempfile
 from typing import Any
 
 import torch
@@ -49,22 +48,18 @@ def load(config: Any, device: torch.device, *, packed: bool) -> Any:
     """
     from transformers import GptOssForCausalLM, Mxfp4Config
 
-    from grouped_linear.integrations.checkpoints.mxfp4 import mxfp4_config
+    from grouped_linear.integrations.checkpoints.quantizer import GroupedLinearConfig
 
     state = random_state(config, device)
     config.quantization_config = {"quant_method": "mxfp4"}
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        packed_config = mxfp4_config(folder)
     on_gpu = device.type == "cuda"
-    options: dict[str, Any] = {"quantization_config": Mxfp4Config(dequantize=True)}
     return GptOssForCausalLM.from_pretrained(
         None,
         state_dict=state,
-        config=packed_config if packed else config,
+        config=config,
+        quantization_config=GroupedLinearConfig() if packed else Mxfp4Config(dequantize=True),
         dtype=torch.bfloat16,
         attn_implementation="flex_attention" if on_gpu else "eager",
         experts_implementation="grouped_mm",
         **({"device_map": device} if on_gpu else {}),
-        **({} if packed else options),
     )

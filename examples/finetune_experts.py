@@ -15,8 +15,8 @@ bits an element, as they are published. PEFT's adapters learn beside them: with
 weight of W + B A is ever made. The adapter is saved as PEFT saves it.
 
 Weights are random here, made layer by layer in the bytes that they have in the end.
-Those of a checkpoint come from `from_pretrained`, GPT-OSS's with
-`config=mxfp4_config(name)`.
+Those of a checkpoint come from `from_pretrained(name,
+quantization_config=GroupedLinearConfig("mxfp4"))`, in 16 bits or as published.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 from transformers.quantizers import AutoHfQuantizer
 
 from grouped_linear import Float8BlockScaling, convert
-from grouped_linear.integrations.checkpoints.mxfp4 import mxfp4_config
+from grouped_linear.integrations.checkpoints.quantizer import GroupedLinearConfig
 from grouped_linear.integrations.peft import for_packed_experts, use_grouped_adapters
 
 SMALL = {
@@ -82,12 +82,10 @@ LOGITS = 512  # tokens whose logits exist at a time
 
 
 def pack_experts(model: Any) -> None:
-    """Make the experts' parameters bytes without memory, as loading a GPT-OSS does."""
-    model.config.quantization_config = {"quant_method": "mxfp4"}  # of a checkpoint
-    with tempfile.TemporaryDirectory() as folder:
-        model.config.save_pretrained(folder)
-        config = mxfp4_config(folder)
-    AutoHfQuantizer.from_config(config.quantization_config).preprocess_model(model)
+    """Make the experts' parameters bytes without memory, as from_pretrained does."""
+    config = GroupedLinearConfig("mxfp4")
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    quantizer.preprocess_model(model)
 
 
 def draw(module: nn.Module, device: str) -> None:
@@ -116,9 +114,7 @@ def make_model(config: Any, device: str) -> Any:
     model.requires_grad_(False)
     for layer in tqdm(model.model.layers, desc="layers"):
         draw(layer, device)
-        if is_gpt_oss:
-            convert(layer)  # from_pretrained does so with mxfp4_config
-        else:
+        if not is_gpt_oss:
             convert(layer, Float8BlockScaling(), weights="fp8")
     for module in (model.model.embed_tokens, model.model.norm, model.lm_head):
         draw(module, device)

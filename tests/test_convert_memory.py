@@ -7,15 +7,20 @@ fewer of them and smaller ones; the counts are exact, so they say what happens a
 E experts, H features of a token, F features of an expert.
 """
 
+import gc
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
 
 from grouped_linear import Float8BlockScaling, GroupedMLP, convert
+from grouped_linear.integrations.checkpoints.quantizer import GroupedLinearConfig
 from support.experts import Expert, GroupedExperts
 from support.hugging_face import tiny
 from support.tensors import BF16
@@ -82,3 +87,26 @@ def test_experts_in_one_module(weights: Any) -> None:
     kept = {"fp8": size // 2, "mxfp4": size * 17 // 64}[weights]
     assert peak < kept + 4 * H * F * 4  # the error of one matrix, in float32
     del parameters
+
+
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("form", ["mixtral", "fused", "gpt_oss"])
+def test_from_pretrained(form: str, weights: Any, tmp_path: Path) -> None:
+    """Beside the result one expert is in memory in 16 bits, or a weight that a file has as one."""
+    if (form, weights) == ("gpt_oss", "fp8"):
+        pytest.skip("FP8 has no experts of GPT-OSS")
+    config = {"intermediate_size": F, "num_local_experts": E, "num_hidden_layers": 2}
+    family = "gpt_oss" if form == "gpt_oss" else "mixtral"
+    config |= {"layer_types": None} if form == "gpt_oss" else {}
+    tiny(family, hidden_size=H, **config).to(BF16).save_pretrained(
+        tmp_path, save_original_format=form != "fused", max_shard_size="1MB"
+    )
+    options = {"quantization_config": GroupedLinearConfig(weights), "dtype": torch.float16}
+    options["disable_mmap"] = True  # or the files, which are mapped, count
+    load = partial(AutoModelForCausalLM.from_pretrained, tmp_path, **options)
+    kept = sum(t.nbytes for t in load().state_dict().values())  # a first call imports, too
+    gc.collect()  # what is freed later would count
+    weight = E * 2 * H * F * 2  # gate_up_proj in 16 bits
+    assert (
+        kept < peak_bytes(load) < kept + (weight // 4 if form == "mixtral" else weight + ONE_EXPERT)
+    )

@@ -23,10 +23,8 @@ from grouped_linear import (
     convert,
 )
 from grouped_linear.contrib import compare
-from grouped_linear.integrations.checkpoints.mxfp4 import mxfp4_config
+from grouped_linear.integrations.checkpoints.quantizer import GroupedLinearConfig
 from grouped_linear.integrations.checkpoints.tensors import CheckpointTensors
-from grouped_linear.integrations.transformers import register
-from grouped_linear.quantized.frozen import FrozenBytes
 from support.compare import assert_same_bits, assert_same_tensors
 from support.errors import sentence
 from support.four_bits import learns_in_mxfp4
@@ -65,20 +63,6 @@ def test_scales_are_spread_with_their_codes(folder: Path) -> None:
     for name in ("gate_up_proj", "down_proj"):
         codes = f"model.layers.*.mlp.experts.{name}"
         assert plan[f"{codes}_scale_inv"] == plan[codes] == "grouped_gemm"
-
-
-def test_scales_without_the_dimension_of_bytes(folder: Path) -> None:
-    """As FSDP2 and expert parallelism read them: the same bits, and states of either kind load."""
-    model = packed(folder)
-    expected = logits(model)
-    state = {name: t.clone() for name, t in model.state_dict().items()}
-    experts: Any = model.model.layers[1].mlp.experts
-    for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
-        experts._parameters[name] = FrozenBytes(experts._parameters[name].data.squeeze(-1))
-    experts.load_state_dict(experts.state_dict())
-    assert_same_bits(logits(model), expected)
-    model.load_state_dict(state)
-    assert_same_bits(logits(model), expected)
 
 
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling(), MXFP8BlockScaling()], ids=repr)
@@ -239,13 +223,15 @@ def test_a_layer_in_high_precision(folder: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "one")
     described = json.loads((tmp_path / "one" / "config.json").read_text())["quantization_config"]
     assert described["modules_to_not_convert"][-1] == "model.layers.1.mlp.experts"
-    loaded = packed(tmp_path / "one")
+    loaded = packed(tmp_path / "one", recipes={"model.layers.1.*": None})
     assert_same_bits(logits(loaded), expected)
     assert [p.dtype for n, p in loaded.named_parameters() if n.endswith("down_proj")] == [
         torch.uint8,
         BF16,
     ]
     convert(loaded, weights="mxfp4")
+    asked_for_all = packed(tmp_path / "one")
+    assert_same_tensors(dict(asked_for_all.state_dict()), dict(loaded.state_dict()))
     loaded.save_pretrained(tmp_path / "all")
     saved, source = (load_file(p / "model.safetensors") for p in (tmp_path / "all", folder))
     assert_same_tensors(saved, source)
@@ -298,12 +284,12 @@ def test_dequantized_and_back(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_head(folder: Path) -> None:
-    model = GptOssModel.from_pretrained(folder, config=mxfp4_config(folder))
+    model = GptOssModel.from_pretrained(folder, quantization_config=GroupedLinearConfig("mxfp4"))
     expected = packed(folder).model(IDS).last_hidden_state
     assert_same_bits(model(IDS).last_hidden_state, expected)
 
 
-def test_refused(folder: Path, tmp_path: Path) -> None:
+def test_refused(folder: Path) -> None:
     model = packed(folder)
     expected = logits(model)
     for weights in ("fp8", "both"):
@@ -321,12 +307,7 @@ def test_refused(folder: Path, tmp_path: Path) -> None:
     model.set_experts_implementation("eager")  # which reaches no converted experts
     assert_same_bits(logits(model), expected)
 
-    plain = dequantized(folder)
-    plain.save_pretrained(tmp_path / "plain")
-    assert sentence(lambda: mxfp4_config(tmp_path / "plain")) == (
-        f"mxfp4_config: {tmp_path / 'plain'} is not in MXFP4, its quantization_config says None: "
-        "load it without this configuration"
-    )
+    assert "is for experts without biases" in sentence(lambda: packed(folder, weights="fp8"))
 
 
 @pytest.mark.parametrize(
@@ -346,14 +327,11 @@ def test_a_file_without_a_tensor(
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     assert sentence(lambda: packed(tmp_path)) == (
-        f"mxfp4_config: the checkpoint has no model.layers.1.mlp.experts.{parameter}"
+        f"GroupedLinearConfig: the checkpoint has no model.layers.1.mlp.experts.{parameter}"
     )
 
 
-def test_a_registered_implementation(folder: Path) -> None:
-    """It is kept, with its recipe."""
-    register("grouped_linear_fp8", Float8BlockScaling())
-    model = packed(folder, experts_implementation="grouped_linear_fp8")
-    other = packed(folder)
+def test_with_a_recipe(folder: Path) -> None:
+    model, other = packed(folder, recipe=Float8BlockScaling()), packed(folder)
     convert(other, Float8BlockScaling())
     assert_same_bits(logits(model), logits(other))

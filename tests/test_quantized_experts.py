@@ -157,8 +157,8 @@ def test_experts_that_fp8_does_not_hold() -> None:
     assert_expected_inline(
         "\n".join(messages),
         """\
-convert: model.layers.0.mlp.experts: weights='fp8' is for experts without biases that are stored as [E, out_features, in_features], as checkpoints in FP8 have them: use weights='mxfp4', 'both' or None. GPT-OSS is published in MXFP4, which grouped_linear.integrations.checkpoints.mxfp4 loads
-convert: model.layers.0.mlp.experts: weights='fp8' is for experts without biases that are stored as [E, out_features, in_features], as checkpoints in FP8 have them: use weights='mxfp4', 'both' or None. GPT-OSS is published in MXFP4, which grouped_linear.integrations.checkpoints.mxfp4 loads
+convert: model.layers.0.mlp.experts: weights='fp8' is for experts without biases that are stored as [E, out_features, in_features], as checkpoints in FP8 have them: use weights='mxfp4', 'both' or None
+convert: model.layers.0.mlp.experts: weights='fp8' is for experts without biases that are stored as [E, out_features, in_features], as checkpoints in FP8 have them: use weights='mxfp4', 'both' or None
 convert: model.layers.1.mlp.experts: gate_up_proj is on the meta device, it has no numbers yet: load the checkpoint before
 convert: model.layers.0.mlp.experts: weights are in FP8 already and need the recipe Float8BlockScaling, got MXFP8BlockScaling(); or load the checkpoint with FineGrainedFP8Config(dequantize=True)
 convert: model.layers.0.mlp.experts: weights are in FP8 already and need the recipe Float8BlockScaling, got None; or load the checkpoint with FineGrainedFP8Config(dequantize=True)

@@ -53,6 +53,8 @@ class Request:
     save_gate_up_in_fp8: bool
     recipes: Mapping[str, Recipe | None] = field(default_factory=dict)
     """Other recipes, by patterns of the modules' names."""
+    before_loading: bool = False
+    """Whether weights have no numbers yet, which a file then brings in few bits."""
 
     def of(self, name: str) -> "Request":
         """The request for one module: where a pattern has no recipe, its weights stay plain."""
@@ -198,7 +200,7 @@ class Changes:
                 f"convert: {held} parameters were replaced and something still holds them, as an "
                 "optimizer or DistributedDataParallel does that was made before: make it again, or "
                 "it steps the old ones and keeps their memory",
-                stacklevel=4,  # convert and its decorator
+                stacklevel=5,  # convert, its part and that one's decorator
             )
 
 

@@ -91,7 +91,6 @@ class Conversion:
         return "\n".join([*lines, *(f"skipped: {line}" for line in _lines_of(self.skipped))])
 
 
-@torch.inference_mode(False)  # new parameters are to be ordinary ones
 def convert(
     model: nn.Module,
     recipe: Recipe | None = None,
@@ -166,9 +165,26 @@ def convert(
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 64])
     """
-    request = Request(
-        model, recipe_for(recipe, weights), weights, save_gate_up_in_fp8, recipes or {}
-    )
+    given = recipe_for(recipe, weights), weights, save_gate_up_in_fp8, recipes or {}
+    return carry_out(Request(model, *given))
+
+
+@torch.inference_mode(False)  # new parameters are to be ordinary ones
+def carry_out(request: Request) -> Conversion:
+    """Do what :func:`convert` was asked for."""
+    found, writes = plans_of(request)
+    changes = Changes()
+    for write in writes:
+        write(changes)
+    changes.warn_of_holders()
+    converted = tuple(_described(name, experts, changes) for name, experts in found.items())
+    skipped = _look_alikes(request.model)
+    return Conversion(request.recipe, converted, skipped, dict(request.recipes))
+
+
+def plans_of(request: Request) -> tuple[dict[str, Experts], list[Write]]:
+    """A model's experts by name and what is to be written, after all checks."""
+    model = request.model
     _check(model, request)
     found = {
         name: experts
@@ -176,13 +192,8 @@ def convert(
         if (experts := experts_of(module)) is not None and experts.plan is not None
     }
     _check_found(model, found, request)
-    changes = Changes()
     writes = [e.plan(name, request.of(name)) for name, e in found.items() if e.plan is not None]
-    for write in [*writes, *_plans_of_model(model, found)]:
-        write(changes)
-    changes.warn_of_holders()
-    converted = tuple(_described(name, experts, changes) for name, experts in found.items())
-    return Conversion(request.recipe, converted, _look_alikes(model), dict(request.recipes))
+    return found, [*writes, *_plans_of_model(model, found)]
 
 
 def _check(model: Any, request: Request) -> None:

@@ -338,12 +338,11 @@ def _check_can_freeze(where: str, experts: Any, request: Request) -> None:
         raise ValueError(
             f"{where}: weights='fp8' is for experts without biases that are stored as [E, "
             "out_features, in_features], as checkpoints in FP8 have them: use weights='mxfp4', "
-            "'both' or None. GPT-OSS is published in MXFP4, which "
-            "grouped_linear.integrations.checkpoints.mxfp4 loads"
+            "'both' or None"
         )
     for name in weight_names(experts):
         w = getattr(experts, name)
-        if w.is_meta:
+        if w.is_meta and not request.before_loading:
             reason = "is on the meta device, it has no numbers yet: load the checkpoint before"
             if hasattr(experts, "_hf_hook"):
                 reason = (

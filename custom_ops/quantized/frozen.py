@@ -142,16 +142,11 @@ def as_bytes(parts: Parts) -> Parts:
 
 
 def as_numbers(storage: Storage, bits: Parts) -> Parts:
-    """Numbers and scales of these bytes, in the same memory.
-
-    Scales of one byte may lack the last dimension, see integrations/checkpoints/mxfp4.py.
-    """
+    """Numbers and scales of these bytes, in the same memory."""
     q, scale = map(local_part, bits)
-    has_bytes = scale.dim() > q.dim()
     q = q if storage.values == q.dtype else q.view(storage.values)
     scale = scale if storage.scale == scale.dtype else scale.view(storage.scale)
-    scale = scale.squeeze(-1) if has_bytes else scale
-    return distributed_like(bits[0], q), distributed_like(bits[1], scale)
+    return distributed_like(bits[0], q), distributed_like(bits[1], scale.squeeze(-1))
 
 
 class Frozen(NamedTuple):
@@ -431,8 +426,6 @@ class KeepsFrozen(nn.Module):
         torch loads each parameter by itself, and would leave new numbers beside old scales.
         """
         own_parts, bits = self._parts(name), as_bytes(parts)
-        if own_parts[1].dim() < bits[1].dim():
-            bits = bits[0], bits[1].squeeze(-1)
         for part_name, own, new in zip((name, name + SCALE), own_parts, bits, strict=True):
             if new.shape != own.shape:
                 raise ValueError(f"{part_name} must be {list(own.shape)}, got {list(new.shape)}")

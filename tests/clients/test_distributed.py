@@ -20,6 +20,7 @@ from grouped_linear import Float8BlockScaling, convert
 from support import deepseek_v4
 from support.compare import assert_same_tensors, bits
 from support.devices import HAS_GPU, needs_two_gpus
+from support.errors import sentence
 from support.four_bits import learns_in_mxfp4
 from support.gpt_oss import packed, write_checkpoint
 from support.processes import PROCESSES, Checks, Passes, device
@@ -30,9 +31,11 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
+from grouped_linear.integrations.checkpoints.quantizer import GroupedLinearConfig
 from grouped_linear.integrations.checkpoints.tensors import CheckpointTensors
 from grouped_linear.integrations.transformers import register
 from grouped_linear.parallel import AllGather
+from grouped_linear.quantized.keep import local_part
 
 T, VOCABULARY, STEPS = 24, 64, 4
 NAMES = {"grouped_linear": None, "grouped_linear_fp8": Float8BlockScaling()}
@@ -170,6 +173,41 @@ def check_quantized(rank: int, directory: Path) -> None:
     assert_same_tensors(files[0], files[1])
 
 
+def check_from_pretrained(rank: int, directory: Path) -> None:
+    """Quantized while each process reads its experts, of 16 bits and FP8, or bytes for FSDP2."""
+    path, name = prepare(rank, directory), "grouped_linear"
+    for weights in ("mxfp4", "fp8"):
+        config = GroupedLinearConfig(weights)
+        whole, model = load(path, name), load(path, name, **SHARED, **EP)
+        for one in (whole, model):
+            convert(one, weights=weights)
+        with torch.no_grad():
+            expected = whole(input_ids=ids()).logits
+        read = partial(MixtralForCausalLM.from_pretrained, path, quantization_config=config)
+        by_experts = read(distributed_config=DistributedConfig(**SHARED, **EP))
+        for key, t in by_experts.state_dict().items():
+            own = model.state_dict()[key]
+            assert torch.equal(local_part(t), local_part(own))
+            assert t.shape == own.shape
+        for one in (by_experts, read(distributed_config=DistributedConfig(**FSDP))):
+            with torch.no_grad():
+                compare_logits(one, expected)
+        by_experts.save_pretrained(directory / weights)
+        dist.barrier()
+        said = sentence(partial(read, distributed_config=DistributedConfig(**SHARED)))
+        assert "is split inside of each expert" in said
+    with pytest.MonkeyPatch.context() as patch:  # as on a GPU: transformers keeps few bits
+        patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+        models = [
+            MixtralForCausalLM.from_pretrained(
+                directory / "fp8", quantization_config=GroupedLinearConfig("mxfp4"), **options
+            )
+            for options in ({}, {"distributed_config": DistributedConfig(**SHARED, **EP)})
+        ]
+    with torch.no_grad():
+        compare_logits(models[1], models[0].to(device())(input_ids=ids()).logits)
+
+
 def check_fp8_checkpoint(rank: int, directory: Path) -> None:
     """Saved by one process, loaded with whole experts on each."""
     path, name = prepare(rank, directory), "grouped_linear_fp8"
@@ -290,6 +328,7 @@ CHECKS: Checks = {
     "own_dispatch": check_own_dispatch,
     "convert": check_convert,
     "quantized": check_quantized,
+    "from_pretrained": check_from_pretrained,
     "fp8_checkpoint": check_fp8_checkpoint,
     "mxfp4_checkpoint": check_mxfp4_checkpoint,
     "deepseek_v4_checkpoint": check_deepseek_v4_checkpoint,

@@ -153,8 +153,8 @@ def test_accelerate(folder: Path, tmp_path: Path) -> None:
     places = {f"model.{name}": "cpu" for name in on_cpu}
     places |= {"lm_head": "cpu", "model.layers.1": "disk"}
     assert sentence(lambda: packed(folder, device_map=places, offload_folder=tmp_path)) == (
-        "mxfp4_config: model.layers.1.mlp.experts is offloaded by accelerate, whose hooks do not "
-        "keep bytes: load the model without offloading its experts"
+        "GroupedLinearConfig: model.layers.1.mlp.experts is offloaded by accelerate, whose hooks "
+        "do not keep bytes: load the model without offloading its experts"
     )
 
 

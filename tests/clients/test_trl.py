@@ -20,7 +20,8 @@ import datasets
 import peft
 import trl
 
-from grouped_linear.integrations.peft import use_grouped_adapters
+from grouped_linear.integrations.checkpoints.quantizer import GroupedLinearConfig
+from grouped_linear.integrations.peft import for_packed_experts, use_grouped_adapters
 from support.adapters import (
     NewWeights,
     config_of,
@@ -103,6 +104,30 @@ def test_sft(weights: Any, made_by: str, dataset: Any, tmp_path: Path) -> None:
     assert all(map(math.isfinite, losses(trainer)))
     after = adapters_of(trainer.model)
     assert not any(torch.equal(after[n], t) for n, t in adapters.items() if "lora_B" in n)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
+def test_sft_from_files(weights: Any, dataset: Any, tmp_path: Path) -> None:
+    """trl loads the model, by a configuration among its arguments."""
+    model_of().save_pretrained(tmp_path)
+    trainer = trl.SFTTrainer(
+        str(tmp_path),
+        trl.SFTConfig(
+            output_dir=str(tmp_path / "run"),
+            per_device_train_batch_size=2,
+            model_init_kwargs={"quantization_config": GroupedLinearConfig(weights)},
+            **TRAINED,
+        ),
+        train_dataset=datasets.Dataset.from_list([{"text": words_of(row)} for row in dataset]),
+        processing_class=tokenizer(),
+        peft_config=for_packed_experts(config_of()),
+    )
+    adapters = train_adapters(trainer)
+    assert all(map(math.isfinite, losses(trainer)))
+    after = adapters_of(trainer.model)
+    assert not any(torch.equal(after[n], t) for n, t in adapters.items() if "lora_B" in n)
+    trainer.save_model(str(tmp_path / "adapter"))
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize("made_by", ["trl", "PEFT"])

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from grouped_linear.integrations.checkpoints.mxfp4 import mxfp4_config
+from grouped_linear.integrations.checkpoints.quantizer import GroupedLinearConfig
 from support.hugging_face import tiny
 
 IDS = torch.arange(24).reshape(2, 12)
@@ -57,7 +57,11 @@ def write_checkpoint(folder: Path, intermediate_size: int = 96) -> Path:
 
 def packed(folder: Path, **options: Any) -> Any:
     """The model as this package loads it."""
-    return AutoModelForCausalLM.from_pretrained(folder, config=mxfp4_config(folder), **options)
+    asked = {
+        name: options.pop(name) for name in ("weights", "recipe", "recipes") if name in options
+    }
+    config = GroupedLinearConfig(**asked)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **options)
 
 
 def dequantized(folder: Path, **options: Any) -> Any:

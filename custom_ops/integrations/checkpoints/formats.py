@@ -69,6 +69,7 @@ def checkpoint_of(
     if len(kinds) > 1:
         return None, [], _TWO_FORMATS
     in_mxfp4, own = kinds == {"mxfp4"}, getattr(quantizer, "quantization_config", quantizer)
+    own = getattr(own, "of_file", own)
     for key, (_, _, K) in shapes.items():
         if in_mxfp4 and K % MX_BLOCK:
             return None, [], f"MXFP4 is in blocks of {MX_BLOCK}, {key} has {K} in_features"
@@ -76,9 +77,7 @@ def checkpoint_of(
     is_gpt_oss = isinstance(own, Mxfp4Config | None) and all("GptOssExperts" in c for c in classes)
     if is_gpt_oss and in_mxfp4:
         others = [n for n in experts if n not in few and should_convert_module(n, _IN_16_BITS)]
-        ends = "_blocks", "_scales"  # which in_file makes
-        found = [c for c in _conversions_of(model) if not c.source_patterns[0].endswith(ends)]
-        return Mxfp4Config([*_IN_16_BITS, *others]), found, None
+        return Mxfp4Config([*_IN_16_BITS, *others]), _conversions_of(model), None
     if not few and (quantizer is None or is_gpt_oss):
         return None, _conversions_of(model), None
     if not isinstance(own, FineGrainedFP8Config | None):
