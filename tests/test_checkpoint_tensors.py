@@ -324,7 +324,7 @@ def test_what_is_refused() -> None:
 CheckpointTensors: model must be a transformers model, got Linear
 CheckpointTensors: weights must be None, 'bf16', 'fp8' or 'mxfp4', got 'int8'
 CheckpointTensors: LlamaForCausalLM has no experts that are known
-CheckpointTensors: lm_head.lora_a is of an adapter: merge it before
+CheckpointTensors: lm_head.lora_a is of a model with adapters: merge them before
 CheckpointTensors: model.embed_tokens.weight is on the meta device and has no numbers yet
 CheckpointTensors: no checkpoint has model.layers.0.mlp.experts as Float8CurrentScaling()
 multiplies it: choose weights='bf16', 'fp8' or 'mxfp4'
@@ -522,3 +522,36 @@ def test_a_model_without_experts() -> None:
     )
     tensors = dict(CheckpointTensors(dense))
     assert tensors.keys() == {n for n, _ in dense.named_parameters()}
+
+
+def test_what_is_not_what_was_asked_for() -> None:
+    """A convert in between, other adapters than LoRA, a remedy that would be refused, too."""
+    model = tiny("qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+    source = CheckpointTensors(model)
+    convert(model, weights="mxfp4")
+    with pytest.raises(ValueError, match="was converted since: make another one"):
+        next(iter(source))
+    aria = tiny("aria", hidden_size=64, intermediate_size=64)
+    convert(aria, weights="mxfp4")
+    with pytest.raises(ValueError, match="CheckpointTensors") as raised:
+        CheckpointTensors(aria)
+    assert "weights='bf16'" not in str(raised.value)
+
+
+def test_a_part_that_learns_is_not_saved_by_the_whole(tmp_path: Path) -> None:
+    """In MXFP4 it would be in 16 bits in silence."""
+    for part, saved in (("model", ""), ("", "model")):
+        model = tiny("qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+        convert(model.get_submodule(part), learns_in_mxfp4())
+        with pytest.raises(ValueError, match="learns in MXFP4 since another module"):
+            model.get_submodule(saved).save_pretrained(tmp_path)
+
+
+def test_frozen_bytes_are_published_whatever_is_asked(tmp_path: Path) -> None:
+    """save_original_format=False is for what learns; bytes go on as they are."""
+    model = tiny("qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+    convert(model, weights="mxfp4")
+    for folder, options in (("one", {}), ("two", {"save_original_format": False})):
+        model.save_pretrained(tmp_path / folder, **options)
+    one, two = (load_file(tmp_path / f / "model.safetensors") for f in ("one", "two"))
+    assert_same_tensors(one, two)

@@ -4,6 +4,7 @@
 B sequences, S tokens of each, L layers with experts, C experts chosen for a token, E experts.
 """
 
+import base64
 import importlib
 import inspect
 import pickle
@@ -447,15 +448,15 @@ def test_arrays_of_another_shape() -> None:
         """\
 pad_routing: attention_mask must be [B, S], got [2, 4] for 1 sequences
 pad_routing: attention_mask must be [B, S], got [4] for 2 sequences
-pad_routing: sequence 1 has 2 tokens and a routing of 0: the last may have none, and n before by (n, rows)
+pad_routing: sequence 1 has 2 tokens and a routing of 0: only the last may have no row; if the first n have none, give (n, rows)
 pad_routing: sequence 0: a routing is integers [tokens, 2 layers with experts or all 3, 2], got torch.float32 [2, 2, 2]
 pad_routing: sequence 0: a routing is integers [tokens, 2 layers with experts or all 3, 2], got torch.int16 [2, 2, 1]
 pad_routing: sequence 1: a routing is integers [tokens, 2 layers with experts or all 3, 2], got torch.int16 [2, 4, 2]
 pad_routing: sequence 0: a routing is integers [tokens, 2 layers with experts or all 3, 2], got torch.int16 [8]
-pad_routing: sequence 1 has 2 tokens and a routing of 4: the last may have none, and n before by (n, rows)
-pad_routing: sequence 1 has 2 tokens and a routing of 0: the last may have none, and n before by (n, rows)
-pad_routing: sequence 0 has 3 tokens and a routing of 4: the last may have none, and n before by (n, rows)
-pad_routing: sequence 0 has 3 tokens and a routing of 4: the last may have none, and n before by (n, rows)
+pad_routing: sequence 1 has 2 tokens and a routing of 4: these are too many
+pad_routing: sequence 1 has 2 tokens and a routing of 0: only the last may have no row; if the first n have none, give (n, rows)
+pad_routing: sequence 0 has 3 tokens and a routing of 4: these are too many
+pad_routing: sequence 0 has 3 tokens and a routing of 4: these are too many
 replay_routing: model.layers.1.mlp has experts 0 to 4, the routing has 32767
 pad_routing: GroupedMLP has no router beside a module `experts`""",  # noqa: E501
     )
@@ -761,3 +762,20 @@ record_routing: model must be a torch.nn.Module, got a str""",  # noqa: E501
     assert not any("forward" in vars(module) for module in model.modules())
     many = tiny("mixtral", intermediate_size=16, num_local_experts=257)
     assert recorded(many, ids).dtype == torch.int16
+
+
+def test_parts_of_a_routing_as_samplers_have_them() -> None:
+    """Base64 of int32, numbers of numpy and masks of numpy; what is no number has a sentence."""
+    model = tiny("mixtral", num_hidden_layers=2)
+    rows = np.arange(12, dtype=np.int32).reshape(3, 2, 2) % 5
+    mask = np.array([[0, 1, 1, 1]])
+    expected = pad_routing(model, [rows], torch.from_numpy(mask))
+    text = base64.b64encode(rows.tobytes()).decode()
+    for given in (text, (rows[:1], rows[1:].tolist()), (np.int64(0), torch.tensor(0), rows)):
+        assert torch.equal(pad_routing(model, [given], mask), expected)
+    late = pad_routing(model, [(np.int32(1), rows[1:])], mask)
+    assert late[0, 1].eq(-1).all()
+    assert torch.equal(late[0, 2:], expected[0, 2:])
+    for wrong in ((-1, rows), (True, rows), [rows[:2], rows[2:]], object()):
+        with pytest.raises(ValueError, match="pad_routing: sequence 0"):
+            pad_routing(model, [wrong], mask)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grouped_linear import Float8BlockScaling, convert
@@ -66,10 +66,33 @@ def model_of(family: str, form: str, **options: Any) -> Any:
     return model
 
 
-def shard(model: Any) -> None:
+def shard(model: Any, **options: Any) -> None:
     mesh = init_device_mesh(device().type, (PROCESSES,))
     for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, **options)
+
+
+def check_casts(form: str, rank: int, directory: Path) -> None:
+    """Weights in float32 are what FSDP2 casts them to before training multiplies them."""
+    torch.manual_seed(0)
+    model = tiny("qwen3_moe", **SIZES, num_experts=4).to(device())
+    whole = copy.deepcopy(model).to(BF16)
+    recipe, weights = FORMS[form]
+    for one in (model, whole):
+        convert(one, recipe, weights=weights)
+    shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    handed, expected = dict(CheckpointTensors(model)), dict(CheckpointTensors(whole))
+    experts = [name for name in expected if ".experts." in name]
+    assert_same_tensors({n: handed[n] for n in experts}, {n: expected[n] for n in experts})
+
+
+def check_without_experts(form: str, rank: int, directory: Path) -> None:
+    """A process that has none takes part."""
+    one_expert = {"num_experts": 1, "num_experts_per_tok": 1}
+    whole = model_of("qwen3_moe", form, **one_expert)
+    model = copy.deepcopy(whole)
+    shard(model)
+    assert_same_tensors(dict(CheckpointTensors(model)), dict(CheckpointTensors(whole)))
 
 
 def check_form(family: str, form: str, rank: int, directory: Path) -> None:
@@ -124,6 +147,14 @@ CHECKS: Checks = {
     for family in ("qwen3_moe", "gpt_oss")
     for form in FORMS
     if family == "qwen3_moe" or form in ("16 bits", "mxfp4", "learns", "learns, both")
+}
+CHECKS |= {
+    f"casts, {form}": partial(check_casts, form)
+    for form in ("FP8 in each call", "both", "learns", "learns, both")
+}
+CHECKS |= {
+    f"without experts, {form}": partial(check_without_experts, form)
+    for form in ("FP8 in each call", "mxfp4", "learns")
 }
 
 

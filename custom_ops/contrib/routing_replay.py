@@ -6,6 +6,7 @@ run: n tokens of each of B sequences, behind those in its cache. Its routers see
 L layers with experts, C experts chosen for a token, E experts, S tokens of a sequence.
 """
 
+import base64
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -155,9 +156,10 @@ def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask:
         model: the one that replays; see :func:`record_routing`.
         routed_experts: for each of B sequences integers [tokens, layers, C] of torch, numpy or
             lists, or a tuple of these, one after the other, as vLLM 0.21 returns prompt and
-            generation. A number in a tuple stands for as many tokens without a row, as before
-            SGLang's ``routed_experts_start_len``. Layers are those with experts, or all; flat
-            arrays, as SGLang's, have all. The last token, which was never computed, may be missing.
+            generation. A str is base64 of int32, as SGLang's ``meta_info`` has it. A number in a
+            tuple stands for as many tokens without a row, as before SGLang's
+            ``routed_experts_start_len``. Layers are those with experts, or all; flat arrays, as
+            SGLang's, have all. The last token, which was never computed, may be missing.
         attention_mask: [B, S], nonzero where the model will get a token.
 
     Returns:
@@ -175,6 +177,7 @@ def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask:
     [[-1, -1, 5, 0, -1], [0, -1, -1, -1, -1]]
     """
     op = "pad_routing"
+    attention_mask = torch.as_tensor(attention_mask)
     layers, mask = _layers_of(op, model), attention_mask.cpu().bool()
     L, C = layers[-1].index + 1, layers[0].num_chosen
     if mask.dim() != 2 or len(mask) != len(routed_experts):
@@ -188,9 +191,7 @@ def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask:
     for b, given in enumerate(routed_experts):
         parts = []
         for part in given if isinstance(given, tuple) else (given,):
-            if part is None or isinstance(part, int):
-                part = torch.full((part or 0, L, C), -1)
-            t = part.cpu() if isinstance(part, Tensor) else torch.tensor(part)
+            t = _part_of(f"{op}: sequence {b}", part, L, C)
             if t.dim() == 1 and t.numel() % (depth * C) == 0:
                 t = t.view(t.numel() // (depth * C), depth, C)
             fits = t.dim() == 3 and t.size(1) in (L, depth) and t.size(2) == C
@@ -201,10 +202,28 @@ def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask:
             parts.append(t.long() if t.size(1) == L else t.long()[:, numbers])
         rows, at = torch.cat(parts), mask[b].nonzero()[:, 0]
         if len(at) - len(rows) not in (0, 1):
-            got = f"sequence {b} has {len(at)} tokens and a routing of {len(rows)}"
-            raise ValueError(f"{op}: {got}: the last may have none, and n before by (n, rows)")
+            got = f"{op}: sequence {b} has {len(at)} tokens and a routing of {len(rows)}"
+            few = "only the last may have no row; if the first n have none, give (n, rows)"
+            raise ValueError(f"{got}: {few if len(at) > len(rows) else 'these are too many'}")
         routing[b, at[: len(rows)]] = rows.clamp(-2, 2**15 - 1).short()  # wrong ones stay wrong
     return routing.to(attention_mask.device)
+
+
+def _part_of(where: str, part: Any, L: int, C: int) -> Tensor:
+    """A part of a sequence's routing as a tensor; of a number as many tokens without a row."""
+    if isinstance(part, str):
+        part = torch.frombuffer(bytearray(base64.b64decode(part)), dtype=torch.int32)
+    try:
+        t = part.cpu() if isinstance(part, Tensor) else torch.tensor(0 if part is None else part)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{where}: no integers [tokens, layers, {C}]: {error}") from None
+    if t.dim() > 0:
+        return t
+    if t.dtype == torch.bool or t < 0:
+        raise ValueError(
+            f"{where}: a number of tokens without a row must not be negative, got {part}"
+        )
+    return torch.full((int(t), L, C), -1)
 
 
 def _check_routing(op: str, routing: Any, layers: "list[_Layer]") -> bool:

@@ -260,8 +260,9 @@ class ConvertedExperts(Converted):
     save_gate_up_in_fp8 = False
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *args: Any) -> None:
-        if self._frozen:
-            _check_saves_frozen(prefix.removesuffix("."))
+        recipe = vars(self).get("recipe")
+        if self._frozen or (recipe is not None and recipe.weight.qat is not None):
+            _check_saves(prefix.removesuffix("."), bool(self._frozen))
         super()._save_to_state_dict(destination, prefix, *args)
 
     def _load_from_state_dict(
@@ -294,11 +295,12 @@ class ConvertedExperts(Converted):
             )
 
 
-def _check_saves_frozen(name: str) -> None:
+def _check_saves(name: str, is_frozen: bool) -> None:
     """Raise ValueError if ``save_pretrained`` of a model runs that convert was not given.
 
-    Its config.json does not say that these experts are in few bits, so their bytes would load as
-    numbers. A module does not know who holds it, but the frame of ``save_pretrained`` does.
+    Its config.json does not say that these experts are in few bits: bytes would load as numbers,
+    and what learns in MXFP4 would be in 16 bits. A module does not know who holds it, but the frame
+    of ``save_pretrained`` does.
     """
     frame = sys._getframe()
     while frame is not None and frame.f_code is not _SAVES:
@@ -308,6 +310,15 @@ def _check_saves_frozen(name: str) -> None:
     only_adapters = getattr(model, "_hf_peft_config_loaded", False)
     if model is None or only_adapters or getattr(quantizer, "saves_frozen_experts", False):
         return
+    around = getattr(vars(model).get("save_pretrained"), "func", None)  # of a partial
+    if not is_frozen and hasattr(around, "saves_experts"):
+        return
+    if not is_frozen:
+        raise ValueError(
+            f"save_pretrained: {name} learns in MXFP4 since another module than this model was "
+            "converted, and the files would be in 16 bits: call convert(model, recipe) of the "
+            "model that is saved"
+        )
     raise ValueError(
         f"save_pretrained: {name} was frozen when a part of this model was converted, and its "
         "config.json would not say so: call convert(model, Float8BlockScaling()) of the whole "

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -105,18 +106,21 @@ class CheckpointTensors:
         if weights not in (None, "bf16", *STORAGES):
             choices = "None, 'bf16', 'fp8' or 'mxfp4'"
             raise ValueError(f"{op}: weights must be {choices}, got {weights!r}")
+        is_peft = any(c.__name__ == "PeftModel" for m in model.modules() for c in type(m).__mro__)
         for name, t in self._tensors().items():
-            if ".lora_" in name:
-                raise ValueError(f"{op}: {name} is of an adapter: merge it before")
+            if is_peft or ".lora_" in name or ".base_layer." in name:
+                raise ValueError(f"{op}: {name} is of a model with adapters: merge them before")
             if t.is_meta:
                 raise ValueError(f"{op}: {name} is on the meta device and has no numbers yet")
         experts = _experts_of(self._model)
         if weights in STORAGES and not experts:
             raise ValueError(f"{op}: {cls} has no experts that are known")
         forms = {name: _form_of(op, name, module, weights) for name, module in experts.items()}
+        self._weights, self._forms = weights, forms
         self._config, self._conversions, obstacle = checkpoint_of(self._model, experts, forms)
         if obstacle is not None:
-            remedy = "" if obstacle is FOREIGN else ": weights='bf16' hands experts over in 16 bits"
+            no_way = obstacle is FOREIGN or any(map(storage_of, experts.values()))
+            remedy = "" if no_way else ": weights='bf16' hands experts over in 16 bits"
             raise ValueError(f"{op}: {obstacle}{remedy}")
         self.quantization_config = self._config and self._config.to_dict()
         self._experts = {
@@ -133,7 +137,19 @@ class CheckpointTensors:
         return [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in self._pairs(_like)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._pairs(_whole)
+        op, casts = "CheckpointTensors", _casts_of(self._model)
+        for name, module in _experts_of(self._model).items():
+            if _form_of(op, name, module, self._weights) != self._forms.get(name):
+                raise ValueError(f"{op}: {name} was converted since: make another one")
+
+        def whole(t: Any, experts: Any, name: str, form: str | None) -> Any:
+            dtype = casts.get(id(t))
+            if form in STORAGES and dtype is not None and storage_of(experts) is None:
+                local = local_part(t.detach())
+                t = distributed_like(t, getattr(local, "numbers", local).to(dtype))
+            return _whole(t, experts, name, form)
+
+        return self._pairs(whole)
 
     def _pairs(self, made_of: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors, layer by layer: no conversion reaches into two of them."""
@@ -184,6 +200,14 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     save = partial(saves, *args, **kwargs)
     options, experts = save.keywords, _experts_of(model)
     # A run that goes on needs what learns in high precision.
+    in_bytes = any(frozen_of(m) for m in experts.values())
+    if in_bytes and not options.get("save_original_format", True):
+        if any(_learns_in(m) for m in experts.values() if not frozen_of(m)):
+            raise ValueError(
+                "save_pretrained: some experts learn and others are frozen, which a checkpoint of "
+                "high precision does not hold: save the state_dict()"
+            )
+        del options["save_original_format"]  # bytes go on as published
     resumes = options.get("distributed_checkpoint") or not options.get("save_original_format", True)
     learns = {n: None if resumes or storage_of(m) else _learns_in(m) for n, m in experts.items()}
     changed = any(learns[name] or frozen_of(module) for name, module in experts.items())
@@ -221,7 +245,22 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         return save()
 
 
+_save.saves_experts = True  # type: ignore[attr-defined]  # as modules ask
+
 # --- how experts are handed over -----------------------------------------------------------------
+
+
+def _casts_of(model: nn.Module) -> dict[int, torch.dtype]:
+    """The dtype to which FSDP2 casts parameters as it gathers them, by a parameter's id."""
+    found: dict[int, torch.dtype] = {}
+    for module in model.modules():
+        group: Any = None
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group  # no public name (torch 2.13)
+        dtype = None if group is None else group.mp_policy.param_dtype
+        if dtype is not None:
+            found |= dict.fromkeys((id(p.sharded_param) for p in group.fsdp_params), dtype)
+    return found
 
 
 def _experts_of(model: nn.Module) -> dict[str, Any]:
@@ -288,7 +327,11 @@ def _bytes_of(t: Any, experts: Any, name: str, form: str) -> Parts:
 def _quantized(experts: Any, w: Any, form: str) -> Parts:
     """Bytes of a weight in high precision, as the module has it, and of its scales."""
     w = w.mT if experts.is_transposed else w
-    return as_bytes(quantized(w, Frozen(form, recipe_of_blocks(experts), w.dtype)))
+    frozen = Frozen(form, recipe_of_blocks(experts), w.dtype)
+    if len(local := local_part(w)) == 0:  # experts do not divide among the processes
+        one = as_bytes(quantized(local.new_zeros(1, *local.shape[1:]), frozen))
+        return tuple(distributed_like(w, part[:0]) for part in one)  # type: ignore[return-value]
+    return as_bytes(quantized(w, frozen))
 
 
 def _gathered(t: Any) -> Any:
