@@ -545,13 +545,3 @@ def test_a_part_that_learns_is_not_saved_by_the_whole(tmp_path: Path) -> None:
         convert(model.get_submodule(part), learns_in_mxfp4())
         with pytest.raises(ValueError, match="learns in MXFP4 since another module"):
             model.get_submodule(saved).save_pretrained(tmp_path)
-
-
-def test_frozen_bytes_are_published_whatever_is_asked(tmp_path: Path) -> None:
-    """save_original_format=False is for what learns; bytes go on as they are."""
-    model = tiny("qwen3_moe", hidden_size=64, moe_intermediate_size=64)
-    convert(model, weights="mxfp4")
-    for folder, options in (("one", {}), ("two", {"save_original_format": False})):
-        model.save_pretrained(tmp_path / folder, **options)
-    one, two = (load_file(tmp_path / f / "model.safetensors") for f in ("one", "two"))
-    assert_same_tensors(one, two)

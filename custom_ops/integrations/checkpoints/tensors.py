@@ -200,14 +200,6 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     save = partial(saves, *args, **kwargs)
     options, experts = save.keywords, _experts_of(model)
     # A run that goes on needs what learns in high precision.
-    in_bytes = any(frozen_of(m) for m in experts.values())
-    if in_bytes and not options.get("save_original_format", True):
-        if any(_learns_in(m) for m in experts.values() if not frozen_of(m)):
-            raise ValueError(
-                "save_pretrained: some experts learn and others are frozen, which a checkpoint of "
-                "high precision does not hold: save the state_dict()"
-            )
-        del options["save_original_format"]  # bytes go on as published
     resumes = options.get("distributed_checkpoint") or not options.get("save_original_format", True)
     learns = {n: None if resumes or storage_of(m) else _learns_in(m) for n, m in experts.items()}
     changed = any(learns[name] or frozen_of(module) for name, module in experts.items())
