@@ -6,7 +6,7 @@
     python -m benchmarks.convergence --modes bf16 fp8 --seeds 1 --tokens 1e9
     python -m benchmarks.convergence --modes bf16 --seeds 1 --tokens 1e9 --together
     python -m benchmarks.convergence --modes fp8 fp8_restarted --seeds 1
-    python -m benchmarks.convergence --modes bf16 qat qat_last qat_after --seeds 5
+    python -m benchmarks.convergence --modes bf16 qat fp8_then_qat --seeds 5
     python -m benchmarks.convergence --report          # the page and pictures of what is recorded
 
 A model of Qwen3's form (transformers' Qwen3MoeForCausalLM) learns the Python source that is
@@ -27,7 +27,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,8 +61,7 @@ def to_e5m2(t: Tensor, offs: Tensor | None, layouts: Any) -> Tensor:
 
 FP8 = Float8BlockScaling()
 QAT = Float8BlockScaling(qat="mxfp4")
-# After which share of a run its weights are multiplied, and evaluated, as they are served in MXFP4.
-SWITCHES = {"qat_last": 0.9, "qat_after": 1.0}
+LAST = 0.1  # the share of a run that `qat_last` learns in MXFP4
 FAKE = fake_quantize(FP8)  # FP8's numbers, multiplied in BF16
 ENDS: dict[str, Recipe | None] = {"model.layers.0.*": None, "model.layers.7.*": None}
 # What convert is told. All others stand beside bf16.
@@ -72,7 +72,7 @@ MODES: dict[str, dict[str, Any]] = {
     "nudged": {},
     "again": {"recipe": FP8},
     "qat": {"recipe": QAT},
-    **{mode: {"recipe": FP8} for mode in SWITCHES},
+    "fp8_then_qat": {"recipe": FP8},
     "bf16_wgrad": {"recipe": Float8BlockScaling(wgrad=torch.bfloat16)},
     "bf16_ends": {"recipe": FP8, "recipes": ENDS},
     "bf16_input": {"recipe": fake_quantize(FP8, ("weight", "grad_output"))},
@@ -81,6 +81,8 @@ MODES: dict[str, dict[str, Any]] = {
     "e5m2_grad_output": {"recipe": Recipe(FAKE.input, FAKE.weight, Format(quantize=to_e5m2))},
 }
 MODES |= {restarted: MODES[mode] for restarted, mode in RESTARTED.items()}
+# The modes whose rows a run of this mode gives.
+ROWS_OF = {mode: (mode,) for mode in MODES} | {"fp8_then_qat": ("fp8", "qat_after", "qat_last")}
 NUDGE = 1 + 2.0**-20  # what initial weights are multiplied by: far less than BF16 rounds
 
 
@@ -201,6 +203,19 @@ def new_model(scale: Scale, seed: int, device: torch.device) -> nn.Module:
         return Qwen3MoeForCausalLM(config)
 
 
+@dataclass
+class Course:
+    """A run as far as it has come."""
+
+    seed: int
+    tokens: int
+    steps: int
+    optimizer: torch.optim.Optimizer
+    done: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+    rows: list[Record] = field(default_factory=list)
+
+
 class Training:
     """A converted and compiled model that starts anew with each seed."""
 
@@ -228,37 +243,60 @@ class Training:
         Returns: the run's rows, or None of a half.
         """
         steps = tokens // self.scale.tokens_of_step(self.processes)
-        switch = round(SWITCHES[self.mode] * steps) if self.mode in SWITCHES else None
-        if switch is not None:  # the seed before has switched
-            convert(self.model, **MODES[self.mode])
         self.model.load_state_dict(new_model(self.scale, seed, self.device).state_dict())
         if self.mode == "nudged":
             with torch.no_grad():
                 for p in self.model.parameters():
                     p.mul_(NUDGE)
-        optimizer = optimizer_of(self.model, self.scale.learning_rate)
-        losses: list[Tensor] = []
-        rows: list[Record] = []
-        begins, ends = 0, steps
-        if half is not None:
-            half = half.with_suffix(f".{self.rank}.pt")
-            if half.exists():
-                # The step is the position in the data and in the schedule, too.
-                begins, losses, cells, model, optimizer_state = torch.load(half, self.device)
-                rows = [Record(*row) for row in cells]
-                self.model.load_state_dict(model)
-                optimizer.load_state_dict(optimizer_state)
-            else:
-                ends = steps // 2
+        course = Course(seed, tokens, steps, optimizer_of(self.model, self.scale.learning_rate))
+        if self.mode == "fp8_then_qat":
+            return self.serve_in_mxfp4(course)
+        if half is None:
+            return self.learn(course, steps)
+        half = half.with_suffix(f".{self.rank}.pt")
+        if half.exists():
+            self.restore(course, torch.load(half, self.device))
+            return self.learn(course, steps)
+        self.learn(course, steps // 2)
+        torch.save(self.state(course), half)
+        return None
+
+    def serve_in_mxfp4(self, course: "Course") -> list[Record]:
+        """Three runs that are one up to the last tenth: FP8; then rounded; the last in MXFP4."""
+        self.learn(course, course.steps - round(LAST * course.steps))
+        before = deepcopy(self.state(course))
+        fp8 = self.learn(course, course.steps)
+        convert(self.model, QAT)
+        after = [*fp8[:-1], fp8[-1]._replace(**self.evaluate())]
+        self.restore(course, before)
+        last = self.learn(course, course.steps)
+        convert(self.model, FP8)
+        modes = zip(ROWS_OF[self.mode], (fp8, after, last), strict=True)
+        return [row._replace(mode=mode) for mode, rows in modes for row in rows]
+
+    def state(self, course: "Course") -> tuple[Any, ...]:
+        rows = [tuple(row) for row in course.rows]
+        states = self.model.state_dict(), course.optimizer.state_dict()
+        return course.done, course.losses[-EVERY:], rows, *states
+
+    def restore(self, course: "Course", state: tuple[Any, ...]) -> None:
+        # The step is the position in the data and in the schedule, too.
+        course.done, course.losses, rows, model, optimizer = state
+        course.rows = [Record(*row) for row in rows]
+        self.model.load_state_dict(model)
+        course.optimizer.load_state_dict(optimizer)
+
+    def learn(self, course: "Course", ends: int) -> list[Record]:
+        """Go on up to this step. Returns: the run's rows up to there."""
+        begins, steps, optimizer = course.done, course.steps, course.optimizer
+        losses, rows = course.losses, course.rows
         timed, begin = 0.0, 0.0
         # The step that is timed first: compiled by then.
         first = begins + min(EVERY, steps // (2 * EVALUATIONS))
-        for step, ids_BS in islice(enumerate(self.batches(seed, steps)), begins, ends):
+        for step, ids_BS in islice(enumerate(self.batches(course.seed, steps)), begins, ends):
             if step == first:
                 synchronize(self.device)
                 begin = time.perf_counter()
-            if step == switch:
-                convert(self.model, QAT)
             for group in optimizer.param_groups:
                 group["lr"] = self.scale.learning_rate * rate(step, steps)
             objective, loss, _ = self.forward(ids_BS)
@@ -268,18 +306,16 @@ class Training:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss)
-            done = step + 1
+            course.done = done = step + 1
             evaluated = done * EVALUATIONS // steps > step * EVALUATIONS // steps
             if done % EVERY == 0 or evaluated:
                 recent: Any = (
                     torch.stack(losses[-EVERY:]).mean() / self.processes
                 )  # read at the end
                 self.add_up([recent])
-                row = Record(self.corpus, tokens, self.mode, seed, done, recent)
+                row = Record(self.corpus, course.tokens, self.mode, course.seed, done, recent)
                 if evaluated:
                     synchronize(self.device)
-                    if done == steps == switch:
-                        convert(self.model, QAT)
                     if done > first:  # a run that was just restarted may be evaluated before
                         timed += time.perf_counter() - begin
                         speed = (done - first) * ids_BS.numel() * self.processes / timed
@@ -287,11 +323,6 @@ class Training:
                     row = row._replace(**self.evaluate())
                     begin = time.perf_counter()
                 rows.append(row)
-        if half is not None and ends < steps:
-            cells = [tuple(row) for row in rows]
-            states = self.model.state_dict(), optimizer.state_dict()
-            torch.save((ends, losses[-EVERY:], cells, *states), half)
-            return None
         return [row._replace(loss=float(row.loss)) for row in rows]
 
     def batches(self, seed: int, steps: int) -> Iterator[Tensor]:
@@ -415,7 +446,9 @@ class Work:
 
     def add(self, rows: list[Record]) -> None:
         with self.lock, self.path.open("a", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(row.cells() for row in rows)
+            known = {row[:4] for row in report.recorded(self.path)}
+            new = (row.cells() for row in rows if row[:4] not in known)
+            csv.writer(file, lineterminator="\n").writerows(new)
 
 
 def train(index: int, work: Work) -> None:
@@ -491,7 +524,7 @@ def train_all(options: argparse.Namespace, path: Path, device: torch.device) -> 
     if set(last.values()) - {steps}:
         sys.exit(f"convergence: {path} has runs of as many tokens in other than {steps} steps")
     todo = [(mode, seed) for seed in range(options.seeds) for mode in options.modes]
-    todo = [run for run in todo if run not in last]
+    todo = [(mode, seed) for mode, seed in todo if (ROWS_OF[mode][-1], seed) not in last]
     about = [*timing.machine(device), *data.about, timing.command("convergence")]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:

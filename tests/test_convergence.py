@@ -140,12 +140,12 @@ def test_runs_are_paired_and_add_up(
     tokens = steps * scale.batch * scale.context
     call = ["--scale=tiny", "--no-compile", "--device=cpu", f"--tokens={tokens}"]
     call += [f"--text={TEXT}", f"--output-dir={tmp_path}"]
-    modes = ["--modes", "bf16", "fp8", "both", "nudged", "e5m2_grad_output", "both_restarted"]
-    modes += ["qat", "qat_last", "qat_after"]
-    convergence.main([*call, *modes, "--seeds=1"])
+    modes = ["bf16", "both", "nudged", "e5m2_grad_output", "both_restarted", "qat"]
+    convergence.main([*call, "--modes", *modes, "fp8_then_qat", "--seeds=1"])
     path = tmp_path / "convergence_cpu.csv"
     first = recorded(path)
-    losses = {mode: [row.loss for row in first if row.mode == mode] for mode in modes[1:]}
+    modes += ["fp8", "qat_after", "qat_last"]
+    losses = {mode: [row.loss for row in first if row.mode == mode] for mode in modes}
     for mode, curve in losses.items():
         assert [row.step for row in first if row.mode == mode] == [4, 7, 10, 13], mode
         assert curve[-1] < curve[0] - 0.2, mode
@@ -165,11 +165,16 @@ def test_runs_are_paired_and_add_up(
     speeds = [row.tokens_per_second for row in first if row.mode == "both_restarted"]
     assert [speed > 0 for speed in speeds] == [True, False, True, True]
 
-    convergence.main([*call, "--modes", "bf16", "fp8", "--seeds=2"])
+    convergence.main([*call, "--modes", "bf16", "fp8", "fp8_then_qat", "--seeds=2"])
     second = recorded(path)
     assert second[: len(first)] == first
-    assert {(row.mode, row.seed) for row in second[len(first) :]} == {("bf16", 1), ("fp8", 1)}
-    assert second[-1].held_out != first[-1].held_out
+    rows = {
+        mode: [row.cells()[4:-1] for row in second if (row.mode, row.seed) == (mode, 1)]
+        for mode in ("bf16", "fp8", "qat_after", "qat_last")
+    }
+    assert len(second) == len(first) + sum(map(len, rows.values())) == len(first) + 16
+    assert rows["qat_after"][:3] == rows["qat_last"][:3] == rows["fp8"][:3]
+    assert rows["bf16"][-1] != first[3].cells()[4:-1]
 
     capsys.readouterr()
     convergence.main(["--report", f"--output-dir={tmp_path}"])
