@@ -47,6 +47,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def plain_name(name: str) -> str:
+    """A tensor's name in a state dict, as the model has it that torch.compile has not wrapped."""
+    return name.replace(WRAPPERS["OptimizedModule"] + ".", "")
+
+
 def named_unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """As ``named_modules``, of the model without wrappers: each name is that of the plain model."""
     seen: set[nn.Module] = set()

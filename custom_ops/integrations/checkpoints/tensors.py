@@ -32,7 +32,7 @@ from grouped_linear.integrations.transformers import (
     storage_of,
     weight_names,
 )
-from grouped_linear.integrations.wrappers import named_unwrapped, unwrapped
+from grouped_linear.integrations.wrappers import named_unwrapped, plain_name, unwrapped
 from grouped_linear.quantized.frozen import STORAGES, Frozen, Parts, as_bytes, frozen_of, quantized
 from grouped_linear.quantized.keep import (
     SCALE,
@@ -43,6 +43,8 @@ from grouped_linear.quantized.keep import (
 )
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes.recipe import UNQUANTIZED
+
+OP = "CheckpointTensors"
 
 
 class TensorMeta(NamedTuple):
@@ -99,29 +101,29 @@ class CheckpointTensors:
     def __init__(
         self, model: nn.Module, weights: Literal["bf16", "fp8", "mxfp4"] | None = None
     ) -> None:
-        op, self._model = "CheckpointTensors", unwrapped(model)
+        self._model = unwrapped(model)
         cls = type(self._model).__name__
         if not isinstance(self._model, PreTrainedModel):
-            raise ValueError(f"{op}: model must be a transformers model, got {cls}")
+            raise ValueError(f"{OP}: model must be a transformers model, got {cls}")
         if weights not in (None, "bf16", *STORAGES):
             choices = "None, 'bf16', 'fp8' or 'mxfp4'"
-            raise ValueError(f"{op}: weights must be {choices}, got {weights!r}")
+            raise ValueError(f"{OP}: weights must be {choices}, got {weights!r}")
         is_peft = any(c.__name__ == "PeftModel" for m in model.modules() for c in type(m).__mro__)
         for name, t in self._tensors().items():
             if is_peft or ".lora_" in name or ".base_layer." in name:
-                raise ValueError(f"{op}: {name} is of a model with adapters: merge them before")
+                raise ValueError(f"{OP}: {name} is of a model with adapters: merge them before")
             if t.is_meta:
-                raise ValueError(f"{op}: {name} is on the meta device and has no numbers yet")
+                raise ValueError(f"{OP}: {name} is on the meta device and has no numbers yet")
         experts = _experts_of(self._model)
         if weights in STORAGES and not experts:
-            raise ValueError(f"{op}: {cls} has no experts that are known")
-        forms = {name: _form_of(op, name, module, weights) for name, module in experts.items()}
+            raise ValueError(f"{OP}: {cls} has no experts that are known")
+        forms = {name: _form_of(name, module, weights) for name, module in experts.items()}
         self._weights, self._forms = weights, forms
         self._config, self._conversions, obstacle = checkpoint_of(self._model, experts, forms)
         if obstacle is not None:
             no_way = obstacle is FOREIGN or any(map(storage_of, experts.values()))
             remedy = "" if no_way else ": weights='bf16' hands experts over in 16 bits"
-            raise ValueError(f"{op}: {obstacle}{remedy}")
+            raise ValueError(f"{OP}: {obstacle}{remedy}")
         self.quantization_config = self._config and self._config.to_dict()
         self._experts = {
             f"{name}.{w}": (module, w, forms[name])
@@ -137,19 +139,10 @@ class CheckpointTensors:
         return [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in self._pairs(_like)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        op, casts = "CheckpointTensors", _casts_of(self._model)
         for name, module in _experts_of(self._model).items():
-            if _form_of(op, name, module, self._weights) != self._forms.get(name):
-                raise ValueError(f"{op}: {name} was converted since: make another one")
-
-        def whole(t: Any, experts: Any, name: str, form: str | None) -> Any:
-            dtype = casts.get(id(t))
-            if form in STORAGES and dtype is not None and storage_of(experts) is None:
-                local = local_part(t.detach())
-                t = distributed_like(t, getattr(local, "numbers", local).to(dtype))
-            return _whole(t, experts, name, form)
-
-        return self._pairs(whole)
+            if _form_of(name, module, self._weights) != self._forms.get(name):
+                raise ValueError(f"{OP}: {name} was converted since: make another one")
+        return self._pairs(partial(_whole, _casts_of(self._model)))
 
     def _pairs(self, made_of: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors, layer by layer: no conversion reaches into two of them."""
@@ -172,7 +165,7 @@ class CheckpointTensors:
         model: Any = self._model
         ignored, tied = model._keys_to_ignore_on_save or (), model.all_tied_weights_keys
         found = {
-            key.replace("_orig_mod.", ""): t  # of layers that torch.compile has wrapped
+            plain_name(key): t
             for key, t in model.state_dict(keep_vars=True).items()
             if isinstance(t, Tensor) and key not in ignored
         }
@@ -220,7 +213,7 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         """The state as files have it, made of bytes, which are made of weights that learn."""
         state = dict(gather(*args, **kwargs))
         for key in [] if resumes else [*state]:
-            name, _, w = key.replace("_orig_mod.", "").rpartition(".")
+            name, _, w = plain_name(key).rpartition(".")
             form, is_kept = forms.get(name), key + SCALE in state
             if form and w in weight_names(experts[name]) and (learns[name] or is_kept):
                 t, scale = state.pop(key), state.pop(key + SCALE, None)
@@ -266,21 +259,21 @@ def _learns_in(experts: Any) -> str | None:
     return None if recipe is None else recipe.weight.qat
 
 
-def _form_of(op: str, name: str, experts: Any, weights: str | None) -> str | None:
+def _form_of(name: str, experts: Any, weights: str | None) -> str | None:
     """How experts are handed over: "fp8", "mxfp4", "bf16", or None for as they are."""
     recipe, _ = options_of(experts) or (None, False)
     format, kept_as = (recipe or UNQUANTIZED).weight, storage_of(experts)
     few = kept_as or _learns_in(experts)
     if weights not in (None, few) and (kept_as or (few and weights in STORAGES)):
         raise ValueError(
-            f"{op}: training multiplies {name} in {str(few).upper()}, which is handed over as it "
+            f"{OP}: training multiplies {name} in {str(few).upper()}, which is handed over as it "
             f"is: leave weights={weights!r} out"
         )
     if weights is not None or few is not None or format.in_blocks:
         return weights or few or "fp8"
     if format.reads_any_dtype or format.quantize is not None:
         raise ValueError(
-            f"{op}: no checkpoint has {name} as {recipe!r} multiplies it: choose weights='bf16', "
+            f"{OP}: no checkpoint has {name} as {recipe!r} multiplies it: choose weights='bf16', "
             "'fp8' or 'mxfp4'"
         )
     return None
@@ -293,10 +286,13 @@ def _like(t: Any, experts: Any, name: str, form: str | None) -> Any:
     return torch.empty(t.shape, dtype=torch.bfloat16 if form else t.dtype, device="meta")
 
 
-def _whole(t: Any, experts: Any, name: str, form: str | None) -> Any:
+def _whole(casts: dict[int, torch.dtype], t: Any, experts: Any, name: str, form: str | None) -> Any:
     """All of a tensor as it is; or of a weight of experts its bytes and scales, or in bfloat16."""
-    t, local = t.detach(), local_part(t.detach())
+    dtype, t = casts.get(id(t)), t.detach()
+    local = local_part(t)
     if form in STORAGES:
+        if dtype is not None and storage_of(experts) is None:
+            t = distributed_like(t, getattr(local, "numbers", local).to(dtype))
         return tuple(map(_gathered, _bytes_of(t, experts, name, str(form))))
     t = distributed_like(t, local.numbers) if isinstance(local, GroupedTensorWithMaster) else t
     return _gathered(t).bfloat16() if form else _gathered(t)
@@ -306,7 +302,7 @@ def _bytes_of(t: Any, experts: Any, name: str, form: str) -> Parts:
     """The bytes of a weight's numbers and of their scales; sharded where the weight is."""
     local, parts = local_part(t), None
     if storage_of(experts) is not None:
-        parts = kept_weight("CheckpointTensors", experts, name)
+        parts = kept_weight(OP, experts, name)
     elif isinstance(local, GroupedTensorWithMaster):
         if form == "fp8" and local.recipe.weight == recipe_of_blocks(experts).weight:
             parts = local.quantized_weight().each(partial(distributed_like, t))
