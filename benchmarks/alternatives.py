@@ -85,3 +85,11 @@ def unsloth_mxfp4(device: torch.device) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.mxfp4_grouped_mm
+
+
+def sglang_experts() -> Any:
+    """SGLang's fused experts in Triton, as vLLM's; None where sglang is not installed."""
+    if importlib.util.find_spec("sglang") is None:
+        return None
+    name = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
+    return importlib.import_module(name).outplace_fused_experts

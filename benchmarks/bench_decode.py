@@ -6,20 +6,20 @@
 `GroupedMLP.forward` without gradients, as one CUDA graph with a cold L2 cache, for tokens that
 choose random experts. Beside it the time in which the bytes of the weights of the chosen experts
 are read once, at the speed of the fastest of some large copies in the same run, of which read and
-written bytes count.
+written bytes count. Where sglang is installed, its fused experts in Triton take turns in BF16 and
+FP8, given the same weights and routing, after their results were compared.
 
 With --write the rows replace those of the same cases in benchmarks/results/.
 """
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks import timing
+from benchmarks import alternatives, timing
 from grouped_linear import Float8BlockScaling, GroupedMLP, SwiGLU
 
 BF16 = torch.bfloat16
@@ -78,6 +78,27 @@ def call_of(layer: GroupedMLP, given: tuple[Tensor, ...]) -> Callable[[], Tensor
     return call
 
 
+def triton_of(layer: GroupedMLP, given: tuple[Tensor, ...]) -> Callable[[], Tensor]:
+    """SGLang's experts over the layer's own weights; it chooses its tuned configuration itself."""
+    (x, weights, experts), run = given, alternatives.sglang_experts()
+    ids = experts.int()
+    w1, w2 = layer.gate_up_proj.data, layer.down_proj.data
+    up, down = map(layer.frozen_weight, ("gate_up_proj", "down_proj"))
+    options: dict[str, Any] = {"filter_expert": False}  # all experts are here
+    if up is not None and down is not None:
+        w1, w2 = up.values, down.values
+        options |= {"use_fp8_w8a8": True, "w1_scale": up.scale, "w2_scale": down.scale}
+        options["block_shape"] = [128, 128]
+    return lambda: run(x, w1, w2, weights, ids, **options)
+
+
+def check(what: str, form: str, y: Tensor, expected: Tensor) -> None:
+    """A fast wrong layer is no result. In FP8 each rounds rows by itself: 4 to 5% of float32's."""
+    error = (y - expected).float().norm() / expected.float().norm()
+    if not error <= (2**-3 if form == "fp8" else 2**-6):
+        raise SystemExit(f"{what}: Triton's results are {error:.1%} from ours")
+
+
 def bytes_of(size: Size, form: str, experts: Tensor) -> int:
     chosen = experts.unique().numel()
     return round(chosen * 3 * size.H * size.F * FORMS[form][1] / (128 * 128))
@@ -114,12 +135,16 @@ def main() -> None:
             calls, floors = {}, {}
             for tokens in options.tokens:
                 given = tokens_of(size, tokens)
-                calls[str(tokens)] = partial(call_of(layer, given))
+                ours = calls[f"{form} {tokens}"] = call_of(layer, given)
                 floors[str(tokens)] = bytes_of(size, form, given[2]) / speed
-            for n, measured in timing.time_paired(calls, device, options.rounds).items():
+                if form != "mxfp4" and not size.options and alternatives.sglang_experts():
+                    triton = calls[f"{form} triton {tokens}"] = triton_of(layer, given)
+                    check(f"{name}, {tokens} tokens", form, triton(), ours())
+            for call, measured in timing.time_paired(calls, device, options.rounds).items():
+                whose, n = call.rsplit(" ", 1)
                 us, floor = measured.microseconds, floors[n]
                 cells = [f"{t:.1f}" for t in (us.median, us.low, us.high, floor)]
-                row = (name, form, n, *cells, f"{floor / us.median:.2f}")
+                row = (name, whose, n, *cells, f"{floor / us.median:.2f}")
                 print(f"| {' | '.join(row)} |", flush=True)
                 rows.append((*row, timing.git_commit()))
             del layer, calls

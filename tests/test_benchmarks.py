@@ -4,6 +4,7 @@
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from benchmarks import (
     alternatives,
+    bench_decode,
     bench_host,
     bench_low_rank,
     bench_mxfp4,
@@ -26,7 +28,7 @@ from benchmarks import step_cases as cases
 from benchmarks.alternatives import TorchGroupedLinear
 from benchmarks.moe_model import ModelSize
 from benchmarks.shapes import Shape
-from grouped_linear import ops
+from grouped_linear import GroupedMLP, ops
 
 SIZE = ModelSize(layers=1, width=32, heads=2, context=8, experts=4, chosen=2, expert_width=16)
 LAYER = cases.LayerCase(Shape("tiny", E=3, m=8, N=48, K=32))
@@ -278,6 +280,31 @@ def test_mxfp4_beside_unsloth(monkeypatch: pytest.MonkeyPatch) -> None:
     for gemm in ("fprop", "dgrad"):
         bench_mxfp4.measure("20b_gate_up", "bf16", gemm, CPU, report)
     assert [row.candidate for row in report.rows] == 2 * ["bf16", "mxfp4", "unsloth mxfp4"]
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+def test_decode_beside_triton(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in of its interface: the layer's weights, their scales, rows by int32 experts."""
+
+    def experts(x: Tensor, w1: Tensor, w2: Tensor, p: Tensor, ids: Tensor, **given: Any) -> Tensor:
+        assert ids.dtype == torch.int32
+        scales = [given.get(name, torch.ones(4, 2, 1)) for name in ("w1_scale", "w2_scale")]
+        layer = GroupedMLP(4, 128, 128, dtype=torch.bfloat16, recipe=options.get("recipe"))
+        for w, own, scale in zip((w1, w2), layer.parameters(), scales, strict=True):
+            wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+            own.data.copy_(w.float() * wide[:, : w.size(1)])
+        y: Tensor = layer(x, p, ids)
+        return y
+
+    monkeypatch.setattr(alternatives, "sglang_experts", lambda: experts)
+    options = bench_decode.FORMS[form][0]
+    layer = GroupedMLP(4, 128, 128, dtype=torch.bfloat16, **options)
+    x = torch.randn(8, 128, dtype=torch.bfloat16)
+    given = (x, *torch.rand(8, 4).softmax(dim=-1).topk(2))
+    y, triton = bench_decode.call_of(layer, given)(), bench_decode.triton_of(layer, given)()
+    bench_decode.check("tiny", form, triton, y)
+    with pytest.raises(SystemExit, match="from ours"):
+        bench_decode.check("tiny", form, triton * 1.2, y)
 
 
 def test_one_kernel_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
