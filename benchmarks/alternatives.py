@@ -56,14 +56,20 @@ class LoopedLinear(nn.Module):
         return torch.cat(parts)
 
 
-# pip install sonic-moe (0.1.2.post1); it runs with a newer torch than it asks for.
-HAS_SONIC_MOE = importlib.util.find_spec("sonicmoe") is not None
+# SonicMoE's packages that are here, by the names of rows: pip install sonic-moe, which runs with a
+# newer torch than it asks for, and what transformers 5.24 loads, torch-ext/sonic_moe of
+# github.com/huggingface/kernels-community with the _ops.py of its build (add_op_namespace_prefix).
+SONIC_MOE = {
+    name: package
+    for name, package in {"SonicMoE": "sonicmoe", "SonicMoE (hub)": "sonic_moe"}.items()
+    if importlib.util.find_spec(package) is not None
+}
 
 
-def sonic_moe(experts: int, chosen: int, width: int, expert_width: int) -> nn.Module:
+def sonic_moe(package: str, experts: int, chosen: int, width: int, expert_width: int) -> nn.Module:
     """SonicMoE's expert layer, with its router. It is not compiled, and tunes itself at first."""
-    sonicmoe: Any = importlib.import_module("sonicmoe")
-    swiglu = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
+    sonicmoe: Any = importlib.import_module(package)
+    swiglu = importlib.import_module(f"{package}.enums").ActivationType.SWIGLU
     layer: nn.Module = sonicmoe.MoE(
         experts, chosen, width, expert_width, swiglu, add_bias=False, std=0.02
     )

@@ -4,10 +4,10 @@
     python -m benchmarks.bench_expert_layer
 
 Router, top-k, experts, weighted sum; compiled, forward and backward as one CUDA graph, with a cold
-L2 cache, beside torch's grouped_mm in BF16 in the same run, and SonicMoE's released layer where it
-is installed, which is not compiled. Ours routes with router_logits and ops.topk_experts, torch with
-torch.topk. Kept is what is allocated between forward and backward besides x, the output and the
-parameters; peak is the most that is allocated during both.
+L2 cache, beside torch's grouped_mm in BF16 in the same run, and SonicMoE's layers, which are not
+compiled, where they are installed (alternatives.py). Ours routes with router_logits and
+ops.topk_experts, torch with torch.topk. Kept is what is allocated between forward and backward
+besides x, the output and the parameters; peak is the most that is allocated during both.
 
 With --write the rows replace those of the same shapes in benchmarks/results/.
 """
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import timing
-from benchmarks.alternatives import HAS_SONIC_MOE, sonic_moe
+from benchmarks.alternatives import SONIC_MOE, sonic_moe
 from benchmarks.moe_model import MixtureOfExperts, ModelSize
 from benchmarks.step_cases import CACHED, Candidate, experts_of
 
@@ -35,10 +35,10 @@ TOKENS_AND_SIZES = {
     "mixtral": (8192, 4096, 14336, 8, 2),
     "qwen3_next": (8192, 2048, 512, 512, 10),
 }
-SONIC_MOE = Candidate("SonicMoE", "bf16", "eager")
+SONIC_MOES = tuple(Candidate(name, "bf16", "eager") for name in SONIC_MOE)
 CANDIDATES = (
     Candidate("torch", "bf16", "compiled"),
-    *((SONIC_MOE,) if HAS_SONIC_MOE else ()),
+    *SONIC_MOES,
     Candidate("ours", "bf16", "compiled"),
     Candidate("ours", "block", "compiled"),
     Candidate("ours", "requantized", "compiled"),
@@ -56,8 +56,10 @@ def layer_of(candidate: Candidate, name: str) -> tuple[nn.Module, Tensor]:
     size = ModelSize(1, hidden, 1, tokens, experts, chosen, intermediate)
     torch.manual_seed(0)
     x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    if candidate == SONIC_MOE:
-        return sonic_moe(experts, chosen, hidden, intermediate).to("cuda", torch.bfloat16), x
+    if candidate in SONIC_MOES:
+        package = SONIC_MOE[candidate.implementation]
+        sonic = sonic_moe(package, experts, chosen, hidden, intermediate)
+        return sonic.to("cuda", torch.bfloat16), x
     routes = candidate.implementation == "ours"
     layer = MixtureOfExperts(size, experts_of(candidate), routes).to("cuda", torch.bfloat16)
     return layer, x

@@ -5,7 +5,7 @@
 
 Router, top-k, experts, weighted sum; BF16 weights, gradients and moments; compiled; the step is one
 CUDA graph with AdamW(fused=True) in it, with a cold L2 cache, in turns with torch's grouped_mm, and
-with SonicMoE's released layer where it is installed, which is not compiled. Peak is all that is
+with SonicMoE's layers where they are installed, which are not compiled. Peak is all that is
 allocated at once: weights and their FP8 numbers, gradients, moments, what the backward needs, x and
 the output.
 
@@ -24,15 +24,14 @@ import torch
 from torch import nn
 
 from benchmarks import timing
-from benchmarks.alternatives import HAS_SONIC_MOE
-from benchmarks.bench_expert_layer import SONIC_MOE, TOKENS_AND_SIZES, layer_of, step_of
+from benchmarks.bench_expert_layer import SONIC_MOES, TOKENS_AND_SIZES, layer_of, step_of
 from benchmarks.step_cases import CACHED, Candidate
 
 GIB = 1 << 30
 TORCH = Candidate("torch", "bf16", "compiled")
 # Beside torch, so many in memory at a time.
 GROUPS = (
-    (TORCH, *((SONIC_MOE,) if HAS_SONIC_MOE else ()), Candidate("ours", "bf16", "compiled")),
+    (TORCH, *SONIC_MOES, Candidate("ours", "bf16", "compiled")),
     (TORCH, *(Candidate("ours", name, "compiled") for name in ("block", "block" + CACHED))),
 )
 ADAM = f"{TORCH}: AdamW"

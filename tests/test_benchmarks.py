@@ -2,7 +2,9 @@
 """The benchmark of compiled and eager steps runs: every kind of case, every way to fail."""
 
 import math
+import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +307,19 @@ def test_decode_beside_triton(form: str, monkeypatch: pytest.MonkeyPatch) -> Non
     bench_decode.check("tiny", form, triton, y)
     with pytest.raises(SystemExit, match="from ours"):
         bench_decode.check("tiny", form, triton * 1.2, y)
+
+
+@pytest.mark.parametrize("package", ["sonicmoe", "sonic_moe"])
+def test_packages_of_sonic_moe(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in of the interface that both have."""
+    made, enums = types.ModuleType(package), types.ModuleType(f"{package}.enums")
+    monkeypatch.setattr(made, "MoE", lambda *sizes, **given: (sizes, given), raising=False)
+    activations = types.SimpleNamespace(SWIGLU="swiglu")
+    monkeypatch.setattr(enums, "ActivationType", activations, raising=False)
+    for module in (made, enums):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    layer: Any = alternatives.sonic_moe(package, 128, 8, 2048, 768)
+    assert layer == ((128, 8, 2048, 768, "swiglu"), {"add_bias": False, "std": 0.02})
 
 
 def test_one_kernel_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
