@@ -6,11 +6,13 @@ inside an expert. Of its rows the layer keeps gate_up [R, 2 F] and the routing a
 recipe: no gathered x, no output of the activation, no output of an expert.
 """
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grouped_linear import (
     DelayedScaling,
@@ -144,6 +146,29 @@ def test_gate_up_again_for_more_rows_than_came(
     assert kept[0] - kept[1] == bound * 2 * F * x.element_size()
     if "lora" not in options:
         assert kept[1] <= bound * 8
+
+
+@pytest.mark.parametrize("weights", [None, "mxfp4"])
+def test_copied_rows_of_a_gradient_live_as_long_as_dgrad(weights: str | None, device: str) -> None:
+    """The largest moment of a backward over frozen weights is SwiGLU's gradient, without them."""
+    F, lora = 576, Lora(8)  # more columns than a GEMM gathers rows for
+    layer = GroupedMLP(E, H, F, weights=weights, lora=lora, dtype=torch.bfloat16, device=device)
+    ops, copies, alive = torch.ops.grouped_linear, [], []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, _: Any, given: Any = (), options: Any = None) -> Any:
+            if op is ops.swiglu_grad.default:
+                alive.extend(copy() is not None for copy in copies)
+            result = op(*given, **(options or {}))
+            if op is ops.scatter_rows.default:
+                copies.append(weakref.ref(result.untyped_storage()))
+            return result
+
+    x = torch.randn(T, H, dtype=torch.bfloat16, device=device, requires_grad=True)
+    y = layer(x, *torch.rand(T, E, device=device).topk(C))
+    with Watch():
+        y.backward(torch.ones_like(y))
+    assert alive == [False]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

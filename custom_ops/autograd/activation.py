@@ -102,33 +102,40 @@ def gate_up_and_h(
     return gate_up_RG, quantize(h_RF, format, offs_E, ROWWISE), h_RF if keep_h else None
 
 
+def dh_for_grads(dgrad: Gemm, more_dh_RF: Tensor | None, activation: Activation) -> Gemm | Tensor:
+    """Compute the second layer's dgrad, or leave that to a kernel of the activation's gradient.
+
+    ``dgrad`` is of the gradient of the unweighted output, to whose product ``more_dh_RF`` is added.
+    """
+    if activation.swiglu is not None and more_dh_RF is None and dgrad.has_swiglu_kernel:
+        return dgrad
+    dh_RF = dgrad.compute()
+    return dh_RF if more_dh_RF is None else dh_RF + more_dh_RF
+
+
 def grads_of_gate_up(
-    dgrad: Gemm,
-    more_dh_RF: Tensor | None,
+    dh: Gemm | Tensor,
     gate_up_RG: Tensor,
     weight_R: Tensor,
+    offs_E: Tensor,
     activation: Activation,
     keep: bool,
 ) -> ops.SwigluGrad | SwigluGradOf:
-    """Compute the second layer's dgrad and the activation's gradient, in one kernel if one exists.
+    """Compute the activation's gradient, of what :func:`dh_for_grads` returned.
 
-    ``dgrad`` is of the gradient of the unweighted output, to whose product ``more_dh_RF`` is added.
     ``weight_R`` weighs each row's output, in float32. Without ``keep`` a quantizer may compute
     SwiGLU's gradient.
     """
-    offs_E, form = dgrad.offs_E, activation.swiglu
-    if form is not None and more_dh_RF is None and dgrad.has_swiglu_kernel:
-        dy: Any = dgrad.operands.rowwise
-        given = dy, dgrad.b, gate_up_RG, weight_R, offs_E, dgrad.operands.rows
+    form: Any = activation.swiglu
+    if isinstance(dh, Gemm):
+        dy: Any = dh.operands.rowwise
+        given = dy, dh.b, gate_up_RG, weight_R, offs_E, dh.operands.rows
         return ops.grouped_mm_swiglu_grad(*given, activation=form)
-    dh_RF = dgrad.compute()
-    if more_dh_RF is not None:
-        dh_RF = dh_RF + more_dh_RF
     if form is None:
-        return _grad(activation, dh_RF, gate_up_RG, weight_R)
+        return _grad(activation, dh, gate_up_RG, weight_R)
     if keep:
-        return ops.swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form)
-    return SwigluGradOf(dh_RF, gate_up_RG, weight_R, form)
+        return ops.swiglu_grad(dh, gate_up_RG, weight_R, offs_E, form)
+    return SwigluGradOf(dh, gate_up_RG, weight_R, form)
 
 
 def weighted_h(

@@ -13,6 +13,7 @@ from torch import Tensor
 from grouped_linear import ops
 from grouped_linear.autograd.activation import (
     MLPConfig,
+    dh_for_grads,
     gate_up_and_h,
     grads_of_gate_up,
     weighted_h,
@@ -236,10 +237,12 @@ class GroupedMLPFunction(torch.autograd.Function):
             more_dh_RF = None if beside is None else adapter.input(beside.product(offs_E))
             keep = needs.down.a or gate_up.adapter is not None
             dgrad = down.dgrad(dy, of_down, offs_E, dtype, term)
-            grads = grads_of_gate_up(
-                dgrad, more_dh_RF, gate_up_RG, weight_R, ctx.activation, keep=keep
-            )
-            del dgrad, more_dh_RF, gate_up_RG  # as below, for the peak memory of an eager step
+            dh = dh_for_grads(dgrad, more_dh_RF, ctx.activation)
+            del dgrad  # as below, for the peak memory of an eager step
+            if not needs.down.weight:
+                del dy
+            grads = grads_of_gate_up(dh, gate_up_RG, weight_R, offs_E, ctx.activation, keep=keep)
+            del dh, more_dh_RF, gate_up_RG
             layouts = Layouts(needs.x, needs.gate_up.weight, needs.gate_up.bias)
             formats = gate_up.recipe.grad_output, layouts, down.recipe.input, needs.down.weight
             d_gate_up, h, d_weight_R = quantize_grads(grads, offs_E, *formats)
