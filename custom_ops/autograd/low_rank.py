@@ -62,7 +62,9 @@ class Adapter(NamedTuple):
     ) -> LowRankTerm:
         w = Operands(None, None, first)
         product_Tr = Gemm(Operands(t, rows=rows), w, offs_E, t.dtype).compute()
-        return LowRankTerm(product_Tr if self.scaling == 1 else product_Tr * self.scaling, second)
+        if self.scaling != 1:
+            product_Tr.mul_(self.scaling)
+        return LowRankTerm(product_Tr, second)
 
     def grads(
         self,
@@ -92,11 +94,11 @@ class Adapter(NamedTuple):
     ) -> Tensor:
         """The gradient of A as it was given, of the input x or x[x_rows]."""
         da = ops.grouped_mm_wgrad(dh_Tr, x, offs_E, self.a_ErK.dtype, x_rows=x_rows)
-        return da[:, : self.a_ErK.size(1)]
+        return da if da.shape == self.a_ErK.shape else da[:, : self.a_ErK.size(1)]
 
     def grad_of_b(
         self, dy: Tensor, h_Tr: Tensor, offs_E: Tensor, dy_rows: Tensor | None = None
     ) -> Tensor:
         """The gradient of B as it was given, of dy or dy[dy_rows]."""
         db = ops.grouped_mm_wgrad(dy, h_Tr, offs_E, self.b_ENr.dtype, dy_rows=dy_rows)
-        return db[..., : self.b_ENr.size(2)]
+        return db if db.shape == self.b_ENr.shape else db[..., : self.b_ENr.size(2)]

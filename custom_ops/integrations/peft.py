@@ -347,7 +347,8 @@ class ParamWrapper(lora.ParamWrapper):
         elif not self.merged:
             active = self.active_weights()
             if active is not None:
-                check_implementation(self.parameter_name, self.get_base_layer())
+                if "lora" not in kwargs:  # else the wrapper around has asked
+                    check_implementation(self.parameter_name, self.get_base_layer())
                 kwargs["lora"] = {**kwargs.get("lora", {}), self.parameter_name: active}
         y: Tensor = self.base_layer(x, *args, **kwargs)
         return y

@@ -55,7 +55,7 @@ from grouped_linear.nn.checks import check_flags, check_mx_blocks, check_recipe
 from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.functional_mlp import apply_mlp
 from grouped_linear.nn.lora import LoraWeights, adapter_of
-from grouped_linear.ops.activation import Activation, GeGLU, SquaredReLU, SwiGLU
+from grouped_linear.ops.activation import PLAIN, Activation, GeGLU, SquaredReLU, SwiGLU
 from grouped_linear.quantized.frozen import STORAGES, frozen_of
 from grouped_linear.quantized.keep import (
     SCALE,
@@ -625,7 +625,7 @@ def activation_of(experts: Any) -> Activation | None:
     if not experts.is_concatenated:
         return None
     if act_fn is silu or isinstance(act_fn, nn.SiLU | SiLUActivation):
-        return SwiGLU(limit=limit)
+        return PLAIN if limit is None else SwiGLU(limit=limit)
     if limit is None and isinstance(act_fn, GELUActivation | GELUTanh):
         return GeGLU("tanh" if isinstance(act_fn, GELUTanh) else "none")
     return None

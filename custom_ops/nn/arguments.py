@@ -104,10 +104,10 @@ def recipe_of_call(
     return (recipe if state is None else state.of_call()) or UNQUANTIZED
 
 
-def with_dropout(projection: Projection, x: Tensor) -> Projection:
-    """The projection, whose adapter's input, like x, dropout zeroes in part."""
+def with_dropout(projection: Projection, x: Tensor, rows: Tensor) -> Projection:
+    """The projection; dropout zeroes its adapter's input in part, of x's dtype and as many rows."""
     adapter = projection.adapter
     if adapter is None or adapter.dropout == 0:
         return projection
-    mask = dropout(torch.ones_like(x), adapter.dropout)
+    mask = dropout(x.new_ones(rows.size(0), projection.in_features), adapter.dropout)
     return projection._replace(adapter=adapter._replace(mask=mask))

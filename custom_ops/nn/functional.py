@@ -101,8 +101,7 @@ def apply_linear(
         # The parameters are differentiated in a graph of their own, later. This tensor makes
         # autograd run the layer's backward where nothing else requires it.
         inputs = (x.new_empty(0, requires_grad=True),)
-    if projection.adapter is not None:
-        projection = with_dropout(projection, x_TK)
+    projection = with_dropout(projection, x_TK, x_TK)
     sizes = m_splits_E if offs_E is None else None
     call = LinearCall(projection, torch.is_grad_enabled(), sizes, offs_E, save_input, defer_wgrad)
     differentiated = x_TK, given.bias_EN, *projection.factors, *inputs

@@ -308,14 +308,8 @@ def _apply(
 ) -> Tensor:
     """Draw the adapters' dropout, and compute the layer of tokens or of sorted rows."""
     (gate_up, gate_up_w), (down, down_w) = projections
-    if down.adapter is not None:
-        num_rows = x_TH.size(0) if rows.token is None else rows.token.size(0)
-        down = with_dropout(down, x_TH.new_empty(num_rows, down.in_features))
-    if gate_up.adapter is not None:
-        like = x_TH
-        if arriving is not None:
-            like = x_TH.new_empty(arriving.weight_SC.size(0), gate_up.in_features)
-        gate_up = with_dropout(gate_up, like)
+    down = with_dropout(down, x_TH, x_TH if rows.token is None else rows.token)
+    gate_up = with_dropout(gate_up, x_TH, x_TH if arriving is None else arriving.weight_SC)
     of_gate_up = gate_up_w, gate_up.bias_EN, *gate_up.factors
     of_down = down_w, down.bias_EN, *down.factors
     call = MLPCall(gate_up, down, config, rows, torch.is_grad_enabled(), arriving)
