@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tune with LoRA on attention and all experts, which are frozen in FP8 or MXFP4.
 
-    pip install transformers peft tqdm matplotlib
-    python examples/finetune_experts.py                           # a small Qwen3-MoE
+    pip install transformers peft torchao tqdm matplotlib
+    python examples/finetune_experts.py                     # a small Qwen3-MoE
     python examples/finetune_experts.py --model gpt_oss_small
-    python examples/finetune_experts.py --model gpt_oss_20b       # an H100 or H200
+    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+    python examples/finetune_experts.py --model gpt_oss_20b --batch 1 --lean
     python examples/finetune_experts.py --model gpt_oss_120b --compile
-    python examples/finetune_experts.py --model qwen3_30b         # a GPU of 80 GB
+    python examples/finetune_experts.py --model qwen3_30b --weights mxfp4 --memory 24
 
 Experts are most of a mixture-of-experts model. `convert(..., weights="fp8")` keeps
-those of Qwen3 in FP8 alone, a byte an element. Those of GPT-OSS stay in MXFP4, 4.25
-bits an element, as they are published. PEFT's adapters learn beside them: with
+those of Qwen3 in FP8 alone, a byte an element; "mxfp4" takes 4.25 bits. Those of
+GPT-OSS stay in MXFP4, as they are published. PEFT's adapters learn beside them: with
 `use_grouped_adapters` each row goes through the small factors of its own expert, and no
 weight of W + B A is ever made. The adapter is saved as PEFT saves it.
+
+The embedding and the head are frozen, too, and used once a step: they stay in the
+host's memory. Layers are checkpointed. `--lean` keeps checkpoints on the host, and
+takes each adapter's step of 8-bit AdamW as soon as its gradient is there, which leaves
+no gradients to accumulate or to clip.
 
 Weights are random here, made layer by layer in the bytes that they have in the end.
 Those of a checkpoint come from `from_pretrained(name,
@@ -20,6 +26,7 @@ quantization_config=GroupedLinearConfig("mxfp4"))`, in 16 bits or as published.
 """
 
 import argparse
+import contextlib
 import tempfile
 import time
 from typing import Any
@@ -28,8 +35,7 @@ import matplotlib.pyplot as plt
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import save_on_cpu
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 from transformers.quantizers import AutoHfQuantizer
@@ -78,7 +84,7 @@ LORA = LoraConfig(
     target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
     target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 )
-LOGITS = 512  # tokens whose logits exist at a time
+PART = 8192  # numbers of the vocabulary whose logits exist at a time
 
 
 def pack_experts(model: Any) -> None:
@@ -101,7 +107,7 @@ def draw(module: nn.Module, device: str) -> None:
             p.random_()  # two codes of E2M1
 
 
-def make_model(config: Any, device: str) -> Any:
+def make_model(config: Any, weights: str, device: str) -> Any:
     """The model with frozen experts, one layer after the other."""
     is_gpt_oss = isinstance(config, GptOssConfig)
     config.use_cache = False
@@ -112,57 +118,112 @@ def make_model(config: Any, device: str) -> Any:
     if is_gpt_oss:
         pack_experts(model)
     model.requires_grad_(False)
+    for table in (model.model.embed_tokens, model.lm_head):  # on the host
+        draw(table, device)
+        table.cpu()
+        if device == "cuda":
+            table.weight.data = table.weight.data.pin_memory()
+    model.model.embed_tokens.register_forward_hook(lambda *call: call[-1].to(device))
+    recipe = Float8BlockScaling() if weights == "fp8" else None
     for layer in tqdm(model.model.layers, desc="layers"):
         draw(layer, device)
         if not is_gpt_oss:
-            convert(layer, Float8BlockScaling(), weights="fp8")
-    for module in (model.model.embed_tokens, model.model.norm, model.lm_head):
-        draw(module, device)
+            convert(layer, recipe, weights=weights)
+    draw(model.model.norm, device)
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     return model
 
 
+class CrossEntropy(torch.autograd.Function):
+    """The tokens' summed loss, of hidden [T, H] and a frozen head [V, H] on the host.
+
+    The gradient of hidden is softmax(hidden @ head.T) @ head - head[targets]. The first
+    part is an attention of tokens to the vocabulary, so it is computed as attention is:
+    one pass over parts of the head, and no part's logits are kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+        of_targets = head[targets].to(hidden.device)
+        top = hidden.new_full((len(hidden), 1), -torch.inf, dtype=torch.float32)
+        total, grad = torch.zeros_like(top), torch.zeros_like(hidden, dtype=top.dtype)
+        for part in head.split(PART):
+            part = part.to(hidden.device, non_blocking=True)
+            p = (hidden @ part.mT).float()
+            new_top = torch.maximum(top, p.amax(1, keepdim=True))
+            p.sub_(new_top).exp_()
+            shrink = (top - new_top).exp()
+            total = total * shrink + p.sum(1, keepdim=True)
+            grad.mul_(shrink).add_(p.to(hidden.dtype) @ part)
+            top = new_top
+        ctx.save_for_backward(grad.div_(total).sub_(of_targets).to(hidden.dtype))
+        return (top + total.log()).sum() - (hidden * of_targets).sum(dtype=top.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = ctx.saved_tensors
+        return grad * d_loss, None, None
+
+
 def loss_of(model: Any, tokens: Tensor) -> Tensor:
-    """The next tokens' loss, some tokens at a time: all logits take 5 GB and more."""
-
-    def part(hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = model.lm_head(hidden).float()
-        return cross_entropy(logits, targets, reduction="sum")
-
+    """The next tokens' loss, of tokens on the host."""
     hidden = model.model(input_ids=tokens).last_hidden_state[:, :-1].flatten(0, 1)
     targets = tokens[:, 1:].flatten()
-    parts = zip(hidden.split(LOGITS), targets.split(LOGITS), strict=True)
-    losses = [checkpoint(part, *both, use_reentrant=False) for both in parts]
-    return torch.stack(losses).sum() / targets.numel()
+    return CrossEntropy.apply(hidden, model.lm_head.weight, targets) / len(targets)
+
+
+def step_in_backward(adapters: list[nn.Parameter]) -> None:
+    """Have each adapter take its step when its gradient is there, and free that."""
+    from torchao.optim import AdamW8bit
+
+    def step(p: Tensor) -> None:
+        optimizers[p].step()
+        p.grad = None
+
+    options = {"lr": 1e-3, "bf16_stochastic_round": True}
+    optimizers = {p: AdamW8bit([p], **options) for p in adapters}
+    for p in adapters:
+        p.register_post_accumulate_grad_hook(step)
 
 
 def saved_adapter_computes_the_same(model: Any, tokens: Tensor) -> bool:
-    """Save the adapter, load it under another name, and compare logits."""
+    """Save the adapter, load it under another name, and compare losses."""
+    base = model.get_base_model()
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        model.save_pretrained(folder)
-        before = model.eval()(input_ids=tokens[:1]).logits
+        model.eval().save_pretrained(folder)
+        before = loss_of(base, tokens)
         model.load_adapter(folder, "saved", autocast_adapter_dtype=False)
         model.set_adapter("saved")
-        return torch.equal(model(input_ids=tokens[:1]).logits, before)
+        return torch.equal(loss_of(base, tokens), before)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="qwen3_small")
+    parser.add_argument(
+        "--weights", choices=("fp8", "mxfp4"), default="fp8", help="of Qwen3"
+    )
+    parser.add_argument("--batch", type=int, help="sequences in a step")
+    parser.add_argument("--tokens", type=int, help="of a sequence")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--lean", action="store_true", help="least memory: see above")
     parser.add_argument("--compile", action="store_true", help="attention and experts")
+    parser.add_argument("--memory", type=float, help="GiB that the GPU is to have")
     options = parser.parse_args()
     config, batch, length = MODELS[options.model]
+    batch, length = options.batch or batch, options.tokens or length
     is_small = options.model.endswith("small")
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    peak = torch.cuda.max_memory_allocated if device == "cuda" else lambda: 0
-    model = make_model(config, device)
+    if options.memory is not None:
+        of_gpu = torch.cuda.get_device_properties(0).total_memory
+        share = options.memory * 2**30 / of_gpu
+        torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
+    model = make_model(config, options.weights, device)
     experts = sum(
         p.nbytes for name, p in model.named_parameters() if ".experts." in name
     )
-    weights = sum(p.nbytes for p in model.parameters())
-    peak_of_making = peak()
+    weights = sum(p.nbytes for p in model.parameters() if p.device.type == device)
     # Adapters, their gradients and AdamW's moments in BF16, as the model is.
     with torch.device(device):
         model = get_peft_model(
@@ -179,29 +240,36 @@ def main() -> None:
             layer.mlp.compile()
 
     adapters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(adapters, lr=1e-3, fused=True)
-    tokens = torch.randint(config.vocab_size, (batch, length), device=device)
+    checkpoints: Any = contextlib.nullcontext()
+    if options.lean:
+        step_in_backward(adapters)
+        checkpoints = save_on_cpu(pin_memory=device == "cuda")
+    else:
+        optimizer = torch.optim.AdamW(adapters, lr=1e-3, fused=True)
+    tokens = torch.randint(config.vocab_size, (batch, length))
     losses, times = [], []
     model.train()
     for _ in tqdm(range(options.steps), desc="steps"):
         begin = time.perf_counter()
-        loss = loss_of(base, tokens)
+        with checkpoints:
+            loss = loss_of(base, tokens)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if not options.lean:
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
         times.append(time.perf_counter() - begin)
 
     step = sorted(times)[len(times) // 2]
     unit, size = ("MiB", 2**20) if is_small else ("GiB", 2**30)
-    peaks = (
-        {"peak of making": peak_of_making, "peak": peak()} if device == "cuda" else {}
-    )
     memory = {
         "experts": experts,
-        "all frozen weights": weights,
+        "frozen weights": weights,
         "adapters": sum(p.nbytes for p in adapters),
-    } | peaks
+    }
+    if device == "cuda":
+        memory["peak"] = torch.cuda.max_memory_allocated()
+        memory["peak, reserved"] = torch.cuda.max_memory_reserved()
     rows = {f"{name}, {unit}": number / size for name, number in memory.items()} | {
         "a step, ms": 1e3 * step,
         "tokens a second": tokens.numel() / step,
@@ -214,7 +282,7 @@ def main() -> None:
     plt.savefig("finetune_losses.png")
     if is_small:
         same = saved_adapter_computes_the_same(model, tokens)
-        print(f"\nthe saved adapter gives the same logits: {same}")
+        print(f"\nthe saved adapter computes the same loss: {same}")
     for name, value in rows.items():
         print(f"{name:24}{value:14,.3f}")
 

@@ -26,7 +26,7 @@ EXAMPLES = {
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 BY_TORCHRUN = dict.fromkeys(("fsdp2_expert_parallel", "deepep_dispatcher"), TORCHRUN)
-RUNS = [*EXAMPLES, "finetune_experts --model gpt_oss_small"]
+RUNS = [*EXAMPLES, "finetune_experts --model gpt_oss_small", "finetune_experts --lean"]
 
 
 def test_every_example_is_listed() -> None:
@@ -41,6 +41,7 @@ def test_every_example_is_listed() -> None:
 def test_example(named: str, tmp_path: Path) -> None:
     example, *options = named.split()
     packages, last_row = EXAMPLES[example]
+    packages += ("torchao",) if "--lean" in options else ()
     for package in packages:
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks of fine-tuning with PEFT: their rows and losses, at tiny sizes."""
+"""The benchmarks and the example of fine-tuning with PEFT: rows and losses, at tiny sizes."""
 
+import importlib.util
 import re
 import sys
 from argparse import Namespace
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 pytest.importorskip("peft")
 
 from benchmarks import bench_lora, lora_losses
+from support.documents import ROOT
 
 
 @pytest.fixture
@@ -103,3 +106,26 @@ def test_losses_of_the_same_numbers(model: str, monkeypatch: pytest.MonkeyPatch)
     curves = [lora_losses.losses_of(one, options) for one in weights]
     for curve in curves:
         assert curve == pytest.approx(curves[0], rel=3e-3)
+
+
+@pytest.mark.parametrize("part", [1, 7, 64, 100])
+def test_the_loss_of_parts_of_the_examples_vocabulary(part: int) -> None:
+    """Loss and gradient are those of all logits, whatever parts the head comes in."""
+    for package in ("matplotlib", "tqdm"):
+        pytest.importorskip(package)
+    path = ROOT / "examples" / "finetune_experts.py"
+    spec: Any = importlib.util.spec_from_file_location("finetune_experts", path)
+    example: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.PART = part
+    hidden, head = torch.randn(37, 32), torch.randn(64, 32)
+    targets = torch.randint(64, (37,))
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        x = hidden.to(dtype).requires_grad_()
+        if dtype == torch.float32:
+            loss = example.CrossEntropy.apply(x, head, targets)
+        else:
+            loss = cross_entropy(x @ head.to(dtype).mT, targets, reduction="sum")
+        results.append([loss, *torch.autograd.grad(loss / 3, x)])
+    torch.testing.assert_close(*results, check_dtype=False, rtol=1e-5, atol=1e-5)
