@@ -5,7 +5,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 
 #ifdef __CUDACC__
 #define GROUPED_LINEAR_DEVICE __host__ __device__ __forceinline__
@@ -63,24 +62,8 @@ GROUPED_LINEAR_DEVICE float min(float x, float limit) {
   return x > limit ? limit : x;
 #endif
 }
-GROUPED_LINEAR_DEVICE uint32_t bits_of(float value) {
-#ifdef __CUDA_ARCH__
-  return __float_as_uint(value);
-#else
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-#endif
-}
-GROUPED_LINEAR_DEVICE float from_bits(uint32_t bits) {
-#ifdef __CUDA_ARCH__
-  return __uint_as_float(bits);
-#else
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-#endif
-}
+GROUPED_LINEAR_DEVICE uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
+GROUPED_LINEAR_DEVICE float from_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 // 1 / x, correctly rounded, for 2^-126 <= x < 2^126. On a GPU, one step of Newton's method from the
 // hardware's approximation is correctly rounded for every mantissa (tested for all 1 <= x < 2^126
 // on an H200), and cheaper than a division, which handles every other x.

@@ -10,9 +10,7 @@ namespace {
 void check_overwrite(const char* op, const std::optional<Tensor>& overwrite,
                      const Tensor& main_grad) {
   if (!overwrite) return;
-  check_dim(op, "overwrite", *overwrite, 0);
-  check_dtype(op, "overwrite", *overwrite, ScalarType::Bool);
-  check_device(op, "overwrite", *overwrite, "main_grad", main_grad);
+  check_tensor(op, "overwrite", *overwrite, 0, ScalarType::Bool, "main_grad", main_grad);
 }
 
 // grad: main_grad [E, N, K], or the first of its grad_E experts [N, K].
@@ -30,16 +28,14 @@ void check_grad(const char* op, const Tensor& grad, int64_t grad_E, const Tensor
 void check_bias(const char* op, const std::optional<Tensor>& bias, const Tensor& a, int64_t E,
                 int64_t N, ScalarType out_dtype) {
   if (!bias) return;
-  check_dim(op, "bias", *bias, 2);
-  check_dtype(op, "bias", *bias, out_dtype);
-  check_device(op, "bias", *bias, "a", a);
+  check_tensor(op, "bias", *bias, 2, out_dtype, "a", a);
   check_same(op, "E", "bias", bias->size(0), "offs", E);
   check_same(op, "N", "bias", bias->size(1), "b", N);
 }
 
-// low: of out [T, N], where `rows` names what has T rows. b is [E, N, r], as backends see it.
-void check_low_rank(const char* op, const LowRank& low, const Tensor& a, const char* rows,
-                    int64_t T, int64_t E, int64_t N, ScalarType dtype) {
+// low: of out [T, N], of rows of a. b is [E, N, r], as backends see it.
+void check_low_rank(const char* op, const LowRank& low, const Tensor& a,
+                    const std::optional<Tensor>& rows, int64_t E, int64_t N, ScalarType dtype) {
   check(low.a.has_value() == low.b.has_value(), op, ": give a_low and b_low, got ",
         low.a ? "a_low" : "b_low", " alone");
   if (!low.a) return;
@@ -50,12 +46,26 @@ void check_low_rank(const char* op, const LowRank& low, const Tensor& a, const c
   check_device(op, "a_low", *low.a, "a", a);
   check_device(op, "b_low", *low.b, "a", a);
   const int64_t r = low.a->size(1);
-  check_same(op, "T", "a_low", low.a->size(0), rows, T);
+  check_same(op, "T", "a_low", low.a->size(0), rows ? "rows" : "a", (rows ? *rows : a).size(0));
   check_same(op, "r", "a_low", r, "b_low", low.b->size(2));
   check_features(op, "r", r);
   check(r <= kMaxRank, op, ": r must be at most ", kMaxRank, ", got ", r);
   check_same(op, "E", "b_low", low.b->size(0), "offs", E);
   check_same(op, "N", "b_low", low.b->size(1), "b", N);
+}
+
+// a [T, K] beside E weights of [N, K], and what the result needs.
+void check_product(const char* op, const Tensor& a, int64_t E, int64_t N, int64_t K,
+                   const Tensor& offs, const std::optional<Tensor>& bias, ScalarType out_dtype,
+                   const std::optional<Tensor>& rows) {
+  check_same(op, "K", "a", a.size(1), "b", K);
+  check_features(op, "K", K);
+  check_features(op, "N", N);
+  check_offs(op, offs, "a", a);
+  check_same(op, "E", "b", E, "offs", offs.size(0));
+  check_activation(op, "out_dtype", out_dtype);
+  check_bias(op, bias, a, E, N, out_dtype);
+  if (rows) check_rows(op, *rows, 1, "a", a);
 }
 
 // K of a weight in MXFP4: whole blocks.
@@ -74,9 +84,7 @@ void check_mxfp4(const char* op, const char* name, const Tensor& q, const char* 
   check_features(op, "N", q.size(1));
   check_mx_blocks(op, 2 * q.size(2));
   check_count(op, name, "rows in all", q.size(0) * q.size(1));
-  check_dim(op, scale_name, scale, 3);
-  check_dtype(op, scale_name, scale, ScalarType::Byte);
-  check_device(op, scale_name, scale, name, q);
+  check_tensor(op, scale_name, scale, 3, ScalarType::Byte, name, q);
   check_same(op, "E", name, q.size(0), scale_name, scale.size(0));
   check_same(op, "N", name, q.size(1), scale_name, scale.size(1));
   check_same(op, "the number of K blocks", name, 2 * q.size(2) / kMxBlock, scale_name,
@@ -94,16 +102,8 @@ void check_grouped_mm(const char* op, const Tensor& a, const Tensor& b, const Te
   check_activation(op, "a", a.scalar_type());
   check_dtype(op, "b", b, a.scalar_type());
   check_device(op, "b", b, "a", a);
-  check_same(op, "K", "a", a.size(1), "b", b.size(2));
-  check_features(op, "K", a.size(1));
-  check_features(op, "N", b.size(1));
-  check_offs(op, offs, "a", a);
-  check_same(op, "E", "b", b.size(0), "offs", offs.size(0));
-  check_activation(op, "out_dtype", out_dtype);
-  check_bias(op, bias, a, offs.size(0), b.size(1), out_dtype);
-  if (rows) check_rows(op, *rows, 1, "a", a);
-  check_low_rank(op, low, a, rows ? "rows" : "a", (rows ? *rows : a).size(0), b.size(0), b.size(1),
-                 a.scalar_type());
+  check_product(op, a, b.size(0), b.size(1), b.size(2), offs, bias, out_dtype, rows);
+  check_low_rank(op, low, a, rows, b.size(0), b.size(1), a.scalar_type());
 }
 
 void check_grouped_mm_swiglu(const Tensor& a, const Tensor& b, const Tensor& offs,
@@ -120,14 +120,10 @@ void check_grouped_mm_swiglu_grad(const Tensor& a, const Tensor& b, const Tensor
   check_grouped_mm(op, a, b, offs, std::nullopt, dtype_of(a), rows);
   const Tensor& of_rows = rows ? *rows : a;
   const char* name = rows ? "rows" : "a";
-  check_dim(op, "gate_up", gate_up, 2);
-  check_dtype(op, "gate_up", gate_up, a.scalar_type());
-  check_device(op, "gate_up", gate_up, "a", a);
+  check_tensor(op, "gate_up", gate_up, 2, a.scalar_type(), "a", a);
   check_same(op, "T", "gate_up", gate_up.size(0), name, of_rows.size(0));
   check_same(op, "2 * N", "gate_up", gate_up.size(1), "b", 2 * b.size(1));
-  check_dim(op, "weight", weight, 1);
-  check_dtype(op, "weight", weight, ScalarType::Float);
-  check_device(op, "weight", weight, "a", a);
+  check_tensor(op, "weight", weight, 1, ScalarType::Float, "a", a);
   check_same(op, "T", "weight", weight.size(0), name, of_rows.size(0));
 }
 
@@ -141,14 +137,7 @@ void check_grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const 
   check_dtype(op, "b", b[0], a.scalar_type());
   check_device(op, "b", b[0], "a", a);
   const int64_t K = b[0].size(transpose_b ? 1 : 0), N = b[0].size(transpose_b ? 0 : 1);
-  check_same(op, "K", "a", a.size(1), "b", K);
-  check_features(op, "K", K);
-  check_features(op, "N", N);
-  check_offs(op, offs, "a", a);
-  check_same(op, "E", "b", static_cast<int64_t>(b.size()), "offs", offs.size(0));
-  check_activation(op, "out_dtype", out_dtype);
-  check_bias(op, bias, a, offs.size(0), N, out_dtype);
-  if (rows) check_rows(op, *rows, 1, "a", a);
+  check_product(op, a, static_cast<int64_t>(b.size()), N, K, offs, bias, out_dtype, rows);
 }
 
 void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,
@@ -164,15 +153,11 @@ void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& sca
   } else {
     check_rowwise(op, "a", a, "scale_a", scale_a);
   }
-  check_dim(op, "b", b, 3);
-  check_dtype(op, "b", b, ScalarType::Float8_e4m3fn);
-  check_device(op, "b", b, "a", a);
+  check_tensor(op, "b", b, 3, ScalarType::Float8_e4m3fn, "a", a);
   check_same(op, "K", "a", a.size(1), "b", b.size(2));
   check_features(op, "N", b.size(1));
   if (!per_group) {
-    check_dim(op, "scale_b", scale_b, 3);
-    check_dtype(op, "scale_b", scale_b, ScalarType::Float);
-    check_device(op, "scale_b", scale_b, "a", a);
+    check_tensor(op, "scale_b", scale_b, 3, ScalarType::Float, "a", a);
     check_same(op, "E", "b", b.size(0), "scale_b", scale_b.size(0));
     check_same(op, "the number of N blocks", "b", ceil_div(b.size(1), kBlock), "scale_b",
                scale_b.size(1));
@@ -189,8 +174,7 @@ void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& sca
   check_bias(op, bias, a, offs.size(0), b.size(1), out_dtype);
   check(!rows || !per_group, op, ": rows need block scales, got a scale a group");
   if (rows) check_rows(op, *rows, 1, "a", a);
-  check_low_rank(op, low, a, rows ? "rows" : "a", (rows ? *rows : a).size(0), b.size(0), b.size(1),
-                 out_dtype);
+  check_low_rank(op, low, a, rows, b.size(0), b.size(1), out_dtype);
 }
 
 void check_quantize_mxfp4(const Tensor& w) {
@@ -231,8 +215,7 @@ void check_grouped_mm_mxfp4(const Tensor& a, const Tensor& b, const Tensor& scal
   check_activation(op, "out_dtype", out_dtype);
   check_bias(op, bias, a, offs.size(0), cols, out_dtype);
   if (rows) check_rows(op, *rows, 1, "a", a);
-  check_low_rank(op, low, a, rows ? "rows" : "a", (rows ? *rows : a).size(0), b.size(0), cols,
-                 scale_a ? out_dtype : a.scalar_type());
+  check_low_rank(op, low, a, rows, b.size(0), cols, scale_a ? out_dtype : a.scalar_type());
 }
 
 void check_addmm(const Tensor& c, const Tensor& a, const Tensor& b) {
@@ -243,15 +226,11 @@ void check_addmm(const Tensor& c, const Tensor& a, const Tensor& b) {
         ": c must be bfloat16 or float16, got ", name_of(dtype));
   check_features(op, "N", c.size(1));
   check_count(op, "c", "rows", c.size(0));
-  check_dim(op, "a", a, 2);
-  check_dtype(op, "a", a, dtype);
-  check_device(op, "a", a, "c", c);
+  check_tensor(op, "a", a, 2, dtype, "c", c);
   check_same(op, "M", "a", a.size(0), "c", c.size(0));
   check(a.size(1) >= 1 && a.size(1) <= kMaxFeatures, op, ": K must be between 1 and ", kMaxFeatures,
         ", got ", a.size(1));
-  check_dim(op, "b", b, 2);
-  check_dtype(op, "b", b, dtype);
-  check_device(op, "b", b, "c", c);
+  check_tensor(op, "b", b, 2, dtype, "c", c);
   check_same(op, "K", "b", b.size(0), "a", a.size(1));
   check_same(op, "N", "b", b.size(1), "c", c.size(1));
 }

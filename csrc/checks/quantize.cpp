@@ -15,14 +15,13 @@ void check_layouts(const char* op, bool rowwise, bool columnwise) {
 
 namespace {
 
-// x [T, K] with offs, and the requested layouts.
-void check_grouped_rows(const char* op, const Tensor& x, const Tensor& offs, bool rowwise,
-                        bool columnwise) {
-  check_dim(op, "x", x, 2);
-  check_activation(op, "x", x.scalar_type());
-  check_features(op, "K", x.size(1));
-  check_offs(op, offs, "x", x);
-  check_layouts(op, rowwise, columnwise);
+// x [T, features] with offs.
+void check_grouped_rows(const char* op, const char* name, const Tensor& x, const Tensor& offs,
+                        const char* features = "K") {
+  check_dim(op, name, x, 2);
+  check_activation(op, name, x.scalar_type());
+  check_features(op, features, x.size(1));
+  check_offs(op, offs, name, x);
 }
 
 }  // namespace
@@ -30,10 +29,7 @@ void check_grouped_rows(const char* op, const Tensor& x, const Tensor& offs, boo
 void check_group_quantize(const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows,
                           double amax_epsilon, bool rowwise, bool columnwise) {
   const char* op = "group_quantize";
-  check_dim(op, "x", x, 2);
-  check_activation(op, "x", x.scalar_type());
-  check_features(op, "K", x.size(1));
-  check_offs(op, offs, "x", x);
+  check_grouped_rows(op, "x", x, offs);
   if (rows) check_rows(op, *rows, 1, "x", x);
   check_epsilon(op, amax_epsilon);
   check_layouts(op, rowwise, columnwise);
@@ -42,7 +38,8 @@ void check_group_quantize(const Tensor& x, const Tensor& offs, const std::option
 void check_group_quantize_current(const Tensor& x, const Tensor& offs, ScalarType dtype,
                                   double amax_epsilon, bool rowwise, bool columnwise) {
   const char* op = "group_quantize_current";
-  check_grouped_rows(op, x, offs, rowwise, columnwise);
+  check_grouped_rows(op, "x", x, offs);
+  check_layouts(op, rowwise, columnwise);
   check_fp8(op, "out_dtype", dtype);
   check_epsilon(op, amax_epsilon);
 }
@@ -51,7 +48,8 @@ void check_group_quantize_delayed(const std::optional<Tensor>& amax, const Tenso
                                   const Tensor& offs, const Tensor& scale, ScalarType dtype,
                                   bool rowwise, bool columnwise) {
   const char* op = "group_quantize_delayed";
-  check_grouped_rows(op, x, offs, rowwise, columnwise);
+  check_grouped_rows(op, "x", x, offs);
+  check_layouts(op, rowwise, columnwise);
   check_group_scale(op, "scale", scale, "x", x, offs.size(0));
   if (amax) check_amax(op, *amax, "x", x, "offs", offs.size(0));
   check_fp8(op, "out_dtype", dtype);
@@ -59,7 +57,8 @@ void check_group_quantize_delayed(const std::optional<Tensor>& amax, const Tenso
 
 void check_group_quantize_mx(const char* op, const Tensor& x, const Tensor& offs, bool rowwise,
                              bool columnwise) {
-  check_grouped_rows(op, x, offs, rowwise, columnwise);
+  check_grouped_rows(op, "x", x, offs);
+  check_layouts(op, rowwise, columnwise);
 }
 
 void check_swiglu(const char* op, const Tensor& gate_up, const Tensor& offs) {
@@ -81,9 +80,7 @@ void check_swiglu_grad(const char* op, const Tensor& dh, const Tensor& gate_up,
   check_same(op, "T", "dh", dh.size(0), "gate_up", gate_up.size(0));
   check_features(op, "K", dh.size(1));
   check_same(op, "2 * K", "dh", 2 * dh.size(1), "gate_up", gate_up.size(1));
-  check_dim(op, "weight", weight, 1);
-  check_dtype(op, "weight", weight, ScalarType::Float);
-  check_device(op, "weight", weight, "dh", dh);
+  check_tensor(op, "weight", weight, 1, ScalarType::Float, "dh", dh);
   check_same(op, "T", "weight", weight.size(0), "dh", dh.size(0));
   check_offs(op, offs, "dh", dh);
 }
@@ -138,10 +135,7 @@ void check_group_dequantize_t(const Tensor& q_t, const Tensor& scale_t, const Te
 
 void check_grouped_bias_grad(const Tensor& dy, const Tensor& offs) {
   const char* op = "grouped_bias_grad";
-  check_dim(op, "dy", dy, 2);
-  check_activation(op, "dy", dy.scalar_type());
-  check_features(op, "N", dy.size(1));
-  check_offs(op, offs, "dy", dy);
+  check_grouped_rows(op, "dy", dy, offs, "N");
 }
 
 }  // namespace grouped_linear

@@ -62,9 +62,7 @@ Scoring check_topk_experts(const Tensor& logits, int64_t k, const std::optional<
   const char* op = "topk_experts";
   const Scoring scoring = checked_scoring(op, logits, k, score_function, normalize, scale);
   if (!bias) return scoring;
-  check_dim(op, "expert_bias", *bias, 1);
-  check_dtype(op, "expert_bias", *bias, ScalarType::Float);
-  check_device(op, "expert_bias", *bias, "logits", logits);
+  check_tensor(op, "expert_bias", *bias, 1, ScalarType::Float, "logits", logits);
   check_same(op, "E", "expert_bias", bias->size(0), "logits", logits.size(1));
   return scoring;
 }
@@ -79,9 +77,7 @@ Scoring check_topk_experts_grad(const Tensor& d_weights, const Tensor& logits,
       checked_scoring(op, logits, d_weights.size(1), score_function, normalize, scale);
   check_device(op, "logits", logits, "d_weights", d_weights);
   check_same(op, "T", "logits", logits.size(0), "d_weights", d_weights.size(0));
-  check_dim(op, "experts", experts, 2);
-  check_dtype(op, "experts", experts, ScalarType::Long);
-  check_device(op, "experts", experts, "d_weights", d_weights);
+  check_tensor(op, "experts", experts, 2, ScalarType::Long, "d_weights", d_weights);
   check_same(op, "T", "experts", experts.size(0), "d_weights", d_weights.size(0));
   check_same(op, "k", "experts", experts.size(1), "d_weights", d_weights.size(1));
   return scoring;
@@ -101,9 +97,7 @@ void check_gather_sum(const Tensor& y, const Tensor& rows, const std::optional<T
   check_gathered(op, y, rows);
   if (offs) check_offs(op, *offs, "y", y);
   if (!weight) return;
-  check_dim(op, "weight", *weight, 2);
-  check_dtype(op, "weight", *weight, ScalarType::Float);
-  check_device(op, "weight", *weight, "y", y);
+  check_tensor(op, "weight", *weight, 2, ScalarType::Float, "y", y);
   check_same(op, "T", "weight", weight->size(0), "rows", rows.size(0));
   check_same(op, "C", "weight", weight->size(1), "rows", rows.size(1));
 }
@@ -111,9 +105,7 @@ void check_gather_sum(const Tensor& y, const Tensor& rows, const std::optional<T
 void check_gather_dot(const Tensor& a, const Tensor& y, const Tensor& rows) {
   const char* op = "gather_dot";
   check_gathered(op, y, rows);
-  check_dim(op, "a", a, 2);
-  check_dtype(op, "a", a, y.scalar_type());
-  check_device(op, "a", a, "y", y);
+  check_tensor(op, "a", a, 2, y.scalar_type(), "y", y);
   check_same(op, "T", "a", a.size(0), "rows", rows.size(0));
   check_same(op, "H", "a", a.size(1), "y", y.size(1));
 }

@@ -117,10 +117,15 @@ void check_device(const char* op, const char* name, const Tensor& t, const char*
         NameOf{expected});
 }
 
+void check_tensor(const char* op, const char* name, const Tensor& t, int64_t dim, ScalarType dtype,
+                  const char* first_name, const Tensor& first) {
+  check_dim(op, name, t, dim);
+  check_dtype(op, name, t, dtype);
+  check_device(op, name, t, first_name, first);
+}
+
 void check_offs(const char* op, const Tensor& offs, const char* first_name, const Tensor& first) {
-  check_dim(op, "offs", offs, 1);
-  check_dtype(op, "offs", offs, ScalarType::Int);
-  check_device(op, "offs", offs, first_name, first);
+  check_tensor(op, "offs", offs, 1, ScalarType::Int, first_name, first);
   check_groups(op, offs.size(0));
   check_count(op, first_name, "rows", first.size(0));
 }
@@ -146,9 +151,7 @@ void check_epsilon(const char* op, double amax_epsilon) {
 
 void check_group_scale(const char* op, const char* name, const Tensor& scale,
                        const char* first_name, const Tensor& first, int64_t E, const char* owner) {
-  check_dim(op, name, scale, 1);
-  check_dtype(op, name, scale, ScalarType::Float);
-  check_device(op, name, scale, first_name, first);
+  check_tensor(op, name, scale, 1, ScalarType::Float, first_name, first);
   check_same(op, "E", name, scale.size(0), owner, E);
 }
 
@@ -158,13 +161,17 @@ void check_amax(const char* op, const Tensor& amax, const char* first_name, cons
   check(amax.is_contiguous(), op, ": amax must be contiguous");
 }
 
-void check_weight(const char* op, const Tensor& w) {
-  check_dim(op, "w", w, 3);
-  check_activation(op, "w", w.scalar_type());
+void check_weight_shape(const char* op, const char* name, const Tensor& w) {
   check_groups(op, w.size(0));
   check_features(op, "N", w.size(1));
   check_features(op, "K", w.size(2));
-  check_count(op, "w", "rows in all", w.size(0) * w.size(1));
+  check_count(op, name, "rows in all", w.size(0) * w.size(1));
+}
+
+void check_weight(const char* op, const Tensor& w) {
+  check_dim(op, "w", w, 3);
+  check_activation(op, "w", w.scalar_type());
+  check_weight_shape(op, "w", w);
 }
 
 void check_experts(const char* op, const char* name, const std::vector<Tensor>& experts) {
@@ -173,9 +180,7 @@ void check_experts(const char* op, const char* name, const std::vector<Tensor>& 
   const Tensor& first = experts[0];
   check_dim(op, name, first, 2);
   for (const Tensor& expert : experts) {
-    check_dim(op, name, expert, 2);
-    check_dtype(op, name, expert, first.scalar_type());
-    check_device(op, name, expert, first_name.c_str(), first);
+    check_tensor(op, name, expert, 2, first.scalar_type(), first_name.c_str(), first);
     check_same(op, "N", name, expert.size(0), first_name.c_str(), first.size(0));
     check_same(op, "K", name, expert.size(1), first_name.c_str(), first.size(1));
   }
@@ -191,9 +196,7 @@ void check_weight_list(const char* op, const std::vector<Tensor>& w) {
 
 void check_written(const char* op, const char* name, const Tensor& t, ScalarType dtype,
                    const Shape& shape, const Tensor& first, const char* first_name) {
-  check_dim(op, name, t, shape.dim());
-  check_dtype(op, name, t, dtype);
-  check_device(op, name, t, first_name, first);
+  check_tensor(op, name, t, shape.dim(), dtype, first_name, first);
   const Shape actual = Shape::of(t);
   check(actual == shape, op, ": ", name, " must be ", Sizes{shape}, ", got ", Sizes{actual});
   check(t.is_contiguous(), op, ": ", name, " must be contiguous");
@@ -212,9 +215,7 @@ void check_columnwise(const char* op, const char* name, const Tensor& q_t, const
                       const Tensor& scale_t, const char* features) {
   check_column_blocks(op, name, q_t, features);
   check_dtype(op, name, q_t, ScalarType::Float8_e4m3fn);
-  check_dim(op, scale_name, scale_t, 2);
-  check_dtype(op, scale_name, scale_t, ScalarType::Float);
-  check_device(op, scale_name, scale_t, name, q_t);
+  check_tensor(op, scale_name, scale_t, 2, ScalarType::Float, name, q_t);
   check_same(op, "the number of blocks", name, q_t.size(0), scale_name, scale_t.size(0));
   check_same(op, features, name, q_t.size(1), scale_name, scale_t.size(1));
 }
@@ -224,9 +225,7 @@ void check_rowwise(const char* op, const char* name, const Tensor& q, const char
   check_dim(op, name, q, 2);
   check_dtype(op, name, q, ScalarType::Float8_e4m3fn);
   check_features(op, "K", q.size(1));
-  check_dim(op, scale_name, scale, 2);
-  check_dtype(op, scale_name, scale, ScalarType::Float);
-  check_device(op, scale_name, scale, name, q);
+  check_tensor(op, scale_name, scale, 2, ScalarType::Float, name, q);
   check_same(op, "the number of K blocks", name, ceil_div(q.size(1), kBlock), scale_name,
              scale.size(0));
   check_same(op, "the number of scale rows", name, round_up(q.size(0), kScaleRowMultiple),

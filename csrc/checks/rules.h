@@ -25,6 +25,9 @@ void check_count(const char* op, const char* name, const char* what, int64_t cou
 void check_groups(const char* op, int64_t E);
 void check_device(const char* op, const char* name, const Tensor& t, const char* first_name,
                   const Tensor& first);
+// The number of dimensions, the dtype, and the device of the first tensor.
+void check_tensor(const char* op, const char* name, const Tensor& t, int64_t dim, ScalarType dtype,
+                  const char* first_name, const Tensor& first);
 // offs [E] of the op's first tensor, whose rows are counted in 32 bits.
 void check_offs(const char* op, const Tensor& offs, const char* first_name, const Tensor& first);
 void check_integer(const char* op, const char* name, ScalarType dtype);
@@ -39,6 +42,8 @@ void check_group_scale(const char* op, const char* name, const Tensor& scale,
 // amax [E], written in place.
 void check_amax(const char* op, const Tensor& amax, const char* first_name, const Tensor& first,
                 const char* owner, int64_t E);
+// [E, N, K], of three dimensions.
+void check_weight_shape(const char* op, const char* name, const Tensor& w);
 // w [E, N, K], or E tensors w [N, K].
 void check_weight(const char* op, const Tensor& w);
 void check_weight_list(const char* op, const std::vector<Tensor>& w);

@@ -22,11 +22,7 @@ std::array<int64_t, 3> check_refreshed(const char* op, const std::vector<Tensor>
     check_weight_list(op, w);
     shape = {static_cast<int64_t>(w.size()), w[0].size(0), w[0].size(1)};
   }
-  if (refresh) {
-    check_dim(op, "refresh", *refresh, 0);
-    check_dtype(op, "refresh", *refresh, ScalarType::Bool);
-    check_device(op, "refresh", *refresh, "w", w[0]);
-  }
+  if (refresh) check_tensor(op, "refresh", *refresh, 0, ScalarType::Bool, "w", w[0]);
   return shape;
 }
 
@@ -34,9 +30,7 @@ std::array<int64_t, 3> check_refreshed(const char* op, const std::vector<Tensor>
 void check_scalar(const char* op, const char* name, const std::optional<Tensor>& t,
                   const Tensor& q) {
   if (!t) return;
-  check_dim(op, name, *t, 0);
-  check_dtype(op, name, *t, ScalarType::Float);
-  check_device(op, name, *t, "q", q);
+  check_tensor(op, name, *t, 0, ScalarType::Float, "q", q);
 }
 
 void check_finite(const char* op, const char* name, double number) {
@@ -128,10 +122,7 @@ void check_transpose_weight(const Tensor& q) {
   const char* op = "transpose_weight";
   check_dim(op, "q", q, 3);
   check_dtype(op, "q", q, ScalarType::Float8_e4m3fn);
-  check_groups(op, q.size(0));
-  check_features(op, "N", q.size(1));
-  check_features(op, "K", q.size(2));
-  check_count(op, "q", "rows in all", q.size(0) * q.size(1));
+  check_weight_shape(op, "q", q);
 }
 
 void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
@@ -145,11 +136,8 @@ void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional
   const char* op = "adam_weight_";
   check_dim(op, "q", q, 3);
   check_dtype(op, "q", q, ScalarType::Float8_e4m3fn);
+  check_weight_shape(op, "q", q);
   const int64_t E = q.size(0), N = q.size(1), K = q.size(2);
-  check_groups(op, E);
-  check_features(op, "N", N);
-  check_features(op, "K", K);
-  check_count(op, "q", "rows in all", E * N);
   check(q.is_contiguous(), op, ": q must be contiguous");
   const auto written = [&](const char* name, const Tensor& t, ScalarType dtype,
                            const Shape& shape) {
@@ -193,15 +181,12 @@ void check_update_scales(const std::vector<Tensor>& scale, const std::vector<Ten
   check(margin >= 0 && margin <= kMaxMargin, op, ": margin must be between 0 and ", kMaxMargin,
         ", got ", margin);
   for (size_t i = 0; i < scale.size(); ++i) {
-    check_dim(op, "scale", scale[i], 1);
-    check_dtype(op, "scale", scale[i], ScalarType::Float);
-    check_device(op, "scale", scale[i], "the first scale", scale[0]);
+    check_tensor(op, "scale", scale[i], 1, ScalarType::Float, "the first scale", scale[0]);
     check_count(op, "scale", "groups", scale[i].size(0));
     check(scale[i].is_contiguous(), op, ": scale must be contiguous");
     check_amax(op, amax[i], "the first scale", scale[0], "scale", scale[i].size(0));
-    check_dim(op, "amax_history", amax_history[i], 2);
-    check_dtype(op, "amax_history", amax_history[i], ScalarType::Float);
-    check_device(op, "amax_history", amax_history[i], "the first scale", scale[0]);
+    check_tensor(op, "amax_history", amax_history[i], 2, ScalarType::Float, "the first scale",
+                 scale[0]);
     check_same(op, "E", "amax_history", amax_history[i].size(1), "scale", scale[i].size(0));
     check(amax_history[i].size(0) > 0, op, ": amax_history must have a row, got none");
     check_count(op, "amax_history", "rows", amax_history[i].size(0));

@@ -13,25 +13,26 @@
 namespace grouped_linear::cpu {
 namespace {
 
-// Writes the scales that are used and returns the factors: those of `given`, or where that is 0,
+// The factors of quantize_activations and refresh_weight: those of `given`, or where that is 0,
 // because no step has been seen yet, a group's own, as of current scaling.
-std::vector<float> delayed_factors(const GroupedRows& rows, const Tensor& given, ScalarType format,
-                                   float* used) {
-  const Tensor dense = as_dense(given);
-  const float* scales = dense.const_data_ptr<float>();
-  std::vector<float> factors(rows.groups), amax;
-  for (int64_t e = 0; e < rows.groups; ++e) {
-    if (scales[e] != 0) {
-      factors[e] = 1 / scales[e];
-      used[e] = scales[e];
-      continue;
+auto delayed_factors(const Tensor& given) {
+  return [&](const GroupedRows& rows, ScalarType format, float* used) {
+    const Tensor dense = as_dense(given);
+    const float* scales = dense.const_data_ptr<float>();
+    std::vector<float> factors(rows.groups), amax;
+    for (int64_t e = 0; e < rows.groups; ++e) {
+      if (scales[e] != 0) {
+        factors[e] = 1 / scales[e];
+        used[e] = scales[e];
+        continue;
+      }
+      if (amax.empty()) amax = finite_amax_of_groups(rows);
+      const BlockScale own = block_scale(amax[e], ScaleRule{}, fp8_max(format));
+      factors[e] = own.factor;
+      used[e] = own.scale;
     }
-    if (amax.empty()) amax = finite_amax_of_groups(rows);
-    const BlockScale own = block_scale(amax[e], ScaleRule{}, fp8_max(format));
-    factors[e] = own.factor;
-    used[e] = own.scale;
-  }
-  return factors;
+    return factors;
+  };
 }
 
 }  // namespace
@@ -40,37 +41,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_quantize_delayed(
     const Tensor& x, const Tensor& offs, const Tensor& scale, const std::optional<Tensor>& amax,
     ScalarType dtype, bool rowwise, bool columnwise, bool bias_grad) {
   check_group_quantize_delayed(amax, x, offs, scale, dtype, rowwise, columnwise);
-  const GroupedRows rows("group_quantize_delayed", x, offs);
-  const int64_t T = x.size(0), K = x.size(1), E = offs.size(0);
-
-  const Tensor q = output_if(rowwise, x, {T, K}, dtype);
-  const Tensor used = new_output(x, {E}, ScalarType::Float);
-  const Tensor q_t = output_if(columnwise, x, {padded_rows(T, E) / kBlock, K, kBlock}, dtype);
-  const Tensor grad = output_if(bias_grad, x, {E, K}, ScalarType::Float);
-
-  const auto factors = delayed_factors(rows, scale, dtype, used.mutable_data_ptr<float>());
-  quantize_per_group(rows, factors, dtype,
-                     {pointer_if<uint8_t>(rowwise, q), pointer_if<uint8_t>(columnwise, q_t),
-                      pointer_if<float>(bias_grad, grad), pointer_if<float>(amax)});
-  return {q, used, q_t, grad};
+  return quantize_activations("group_quantize_delayed", x, offs, amax, dtype, rowwise, columnwise,
+                              bias_grad, delayed_factors(scale));
 }
 
 std::tuple<Tensor, Tensor, Tensor> quantize_weight_delayed(const Tensor& w, const Tensor& scale,
                                                            const std::optional<Tensor>& amax,
                                                            bool columnwise) {
   check_quantize_weight_delayed(amax, w, scale);
-  const GroupedRows rows({w});
-  const int64_t E = w.size(0), N = w.size(1), K = w.size(2);
-
-  const Tensor q = new_output(w, {E, N, K}, E4m3::kType);
-  const Tensor used = new_output(w, {E}, ScalarType::Float);
-  const Tensor q_t = output_if(columnwise, w, {E, K, N}, E4m3::kType);
-
-  const auto factors = delayed_factors(rows, scale, E4m3::kType, used.mutable_data_ptr<float>());
-  quantize_per_group(rows, factors, E4m3::kType,
-                     {pointer_if<uint8_t>(true, q), pointer_if<uint8_t>(columnwise, q_t), nullptr,
-                      pointer_if<float>(amax)});
-  return {q, used, q_t};
+  return quantize_new_weight(w, columnwise, amax, delayed_factors(scale));
 }
 
 void refresh_weight_delayed_(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
@@ -78,13 +57,7 @@ void refresh_weight_delayed_(const Tensor& q, const Tensor& scale, const std::op
                              const Tensor& state, const std::optional<Tensor>& refresh) {
   check_refresh_weight_delayed(amax, w, state, refresh, q, scale, q_t);
   if (refresh && !*refresh->const_data_ptr<bool>()) return;
-  const GroupedRows rows(w);
-
-  const auto factors =
-      delayed_factors(rows, state, E4m3::kType, static_cast<float*>(scale.data_ptr()));
-  quantize_per_group(
-      rows, factors, E4m3::kType,
-      {pointer_if<uint8_t>(true, q), pointer_if<uint8_t>(q_t), nullptr, pointer_if<float>(amax)});
+  refresh_weight(q, scale, q_t, w, amax, delayed_factors(state));
 }
 
 void update_scales_(const std::vector<Tensor>& scale, const std::vector<Tensor>& amax,
