@@ -40,11 +40,27 @@ hypothesis.settings.load_profile("few")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--threads", type=int, default=1, help="torch's threads in each test")
     parser.addoption("--nightly", action="store_true", help="also the tests that take long")
+    parser.addoption("--failures", help="a file that each failure is appended to at once")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpus(count): needs so many GPUs and kernels for them")
     config.addinivalue_line("markers", "nightly: takes long")
+    path = config.getoption("failures")
+    if path and not hasattr(config, "workerinput"):  # pytest-xdist's workers report to this process
+        config.pluginmanager.register(Failures(path))
+
+
+class Failures:
+    """Writes each failure to a file as it happens: a run that is stopped prints no summary."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with open(self.path, "a") as file:
+                file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext}\n\n")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
