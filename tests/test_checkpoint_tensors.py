@@ -435,6 +435,32 @@ def test_as_saved_and_as_announced(family: str, form: str, tmp_path: Path) -> No
     assert json.loads(json.dumps(source.quantization_config)) == written
 
 
+@pytest.mark.parametrize("form", ["fp8", "mxfp4", "learns"])
+def test_a_state_dict_that_is_given_is_saved(form: str, tmp_path: Path) -> None:
+    """As Trainer gives what it has gathered, and others give averages of weights."""
+    models = []
+    for seed in range(2):
+        model = model_of(hidden_size=160)
+        torch.manual_seed(seed)
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.2)
+        learns = {"recipe": Float8BlockScaling(qat="mxfp4")}
+        convert(model, **learns if form == "learns" else {"weights": form})
+        models.append(model)
+    models[1].save_pretrained(tmp_path / "own")
+    models[0].save_pretrained(tmp_path / "named", state_dict=models[1].state_dict())
+    given = models[1].state_dict()
+    if form == "mxfp4":  # its numbers in high precision, whose codes are theirs
+        for name, experts in models[1].named_modules():
+            for w in getattr(experts, "_frozen", ()):
+                given[f"{name}.{w}"] = experts.dequantize(w)
+                del given[f"{name}.{w}_scale_inv"]
+    models[0].save_pretrained(tmp_path / "placed", True, given)
+    expected = load_file(tmp_path / "own" / "model.safetensors")
+    for folder in ("named", "placed"):
+        assert_same_tensors(load_file(tmp_path / folder / "model.safetensors"), expected)
+
+
 @pytest.mark.parametrize("weights", [None, "both"])
 def test_bytes_of_fp8_by_another_cast(weights: Any) -> None:
     """Which other stacks compute from weights in 16 bits, and so does a trainer in 16 bits."""

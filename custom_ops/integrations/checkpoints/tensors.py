@@ -7,6 +7,7 @@ E experts, K in_features, N out_features of a weight.
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import signature
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -190,8 +191,8 @@ def save_as_published(module: nn.Module) -> None:
 
 def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     """``save_pretrained`` of a model with experts in few bits, around the one that it had."""
-    save = partial(saves, *args, **kwargs)
-    options, experts = save.keywords, _experts_of(model)
+    save, experts = partial(saves, *args, **kwargs), _experts_of(model)
+    options = signature(PreTrainedModel.save_pretrained).bind(model, *args, **kwargs).arguments
     # A run that goes on needs what learns in high precision.
     resumes = options.get("distributed_checkpoint") or not options.get("save_original_format", True)
     learns = {n: None if resumes or storage_of(m) else _learns_in(m) for n, m in experts.items()}
@@ -207,7 +208,9 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             "state_dict()"
         )
     gather, quantizer = model.gather_sharded_state_dict_for_save, FineGrainedFP8HfQuantizer(config)
-    vars(quantizer)["saves_frozen_experts"] = True
+    given = options.get("state_dict")  # which transformers takes from a quantizer, where one is
+    own = {"saves_frozen_experts": True, "get_state_dict_and_metadata": lambda _: (given, {})}
+    vars(quantizer).update(own)
 
     def gathered(*args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state as files have it, made of bytes, which are made of weights that learn."""
@@ -215,7 +218,7 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         for key in [] if resumes else [*state]:
             name, _, w = plain_name(key).rpartition(".")
             form, is_kept = forms.get(name), key + SCALE in state
-            if form and w in weight_names(experts[name]) and (learns[name] or is_kept):
+            if form and w in weight_names(experts[name]):
                 t, scale = state.pop(key), state.pop(key + SCALE, None)
                 parts = (t, scale) if is_kept else _quantized(experts[name], t, form)
                 state |= in_file(key, form, parts, config)
