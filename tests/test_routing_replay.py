@@ -209,7 +209,9 @@ def test_micro_batches(rows: int) -> None:
 PROMPT, ENDS = 5, {"max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
 
 
-@pytest.mark.parametrize("case", ["returned", "caches", "embeds", "prefix", "no cache", "chunks"])
+@pytest.mark.parametrize(
+    "case", ["returned", "caches", "embeds", "embeds, one", "prefix", "no cache", "chunks"]
+)
 def test_generate_with_options(case: str) -> None:
     """Each recording is what one forward of the returned tokens chooses."""
     model, ids, options = converted(layers=2), tokens("cpu", 2, PROMPT), {"do_sample": True, **ENDS}
@@ -228,13 +230,16 @@ def test_generate_with_options(case: str) -> None:
             options["use_cache"] = False
         elif case == "chunks":
             options["prefill_chunk_size"] = 2
-        if case == "embeds":
+        elif case == "embeds, one":  # what generate returns has then no token that ran
+            options |= {"max_new_tokens": 1, "min_new_tokens": 1}
+        if case.startswith("embeds"):
             out = model.generate(inputs_embeds=model.model.embed_tokens(ids), **options)
             out = torch.cat([ids, out], 1)
         else:
             out = model.generate(ids, **options)
     routing, at_once = recording.take(), recorded(model, out[:, :-1])
-    assert routing.shape == (out.size(0), PROMPT + 3, 2, C)  # the last token is never computed
+    # The last token is never computed.
+    assert routing.shape == (out.size(0), PROMPT + options["max_new_tokens"] - 1, 2, C)
     assert (routing == at_once).float().mean() > 0.95  # attention's sums have another order
 
 

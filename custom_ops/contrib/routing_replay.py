@@ -361,7 +361,7 @@ def _generate(context: "_Context", module: Any) -> Callable[..., Any]:
         column = context.check_calls()
         returned = getattr(output, "sequences", output)[:, :-1]  # the last one never runs
         returned = returned.to(context.tokens)
-        ran = context.tokens[:, :column][:, -returned.size(1) :]
+        ran = context.tokens[:, column - returned.size(1) : column]
         if ran.shape != returned.shape or bool(((ran >= 0) & (ran != returned)).any()):
             raise ValueError(
                 f"{context.op}: generate returned other sequences than those that ran, as beams "
