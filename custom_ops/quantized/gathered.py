@@ -66,8 +66,8 @@ class GatheredWeight(Tensor):
 
     @property
     def kind(self) -> tuple[str | None, str | None]:
-        """That of the recipe's weights: constants, see :attr:`Format.compared`."""
-        return self.recipe.weight.kind
+        """What GEMMs must know of it: constants, see :attr:`Format.compared`."""
+        return self.recipe.weight.scaling, self.recipe.weight.qat
 
     def quantized_weight(self) -> QuantizedWeight:
         """The numbers that a layer's GEMMs read."""

@@ -104,7 +104,7 @@ def stored_weight(op: str, w: Any, recipe: Recipe) -> QuantizedWeight | None:
         # A view, as of a weight that is stored transposed, has no parts of its own.
         same = recipe.weight.compared == w.format_options
         return w.parts_if_whole() if same else None
-    if recipe.weight.kind != w.kind:
+    if (recipe.weight.scaling, recipe.weight.qat) != w.kind:
         got = None if recipe is UNQUANTIZED else recipe
         raise ValueError(
             f"{op}: a weight that FSDP2 gathers under {w.recipe!r} needs such a recipe, got "

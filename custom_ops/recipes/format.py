@@ -326,11 +326,6 @@ class Format:
         return "mxfp4" if self.scaling is None and self.qat is not None else self.scaling
 
     @property
-    def kind(self) -> tuple[str | None, str | None]:
-        """What GEMMs that read a stored weight must know of it: constants."""
-        return self.scaling, self.qat
-
-    @property
     def transposes_columnwise(self) -> bool:
         """Whether the columnwise operand of a weight is FP8 data [E, K, N]."""
         return self.scaling in ("block", "group", "delayed")
