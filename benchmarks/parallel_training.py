@@ -185,7 +185,7 @@ def experts_of(model: nn.Module) -> set[Tensor]:
     return {p for mlp in found for p in mlp.parameters()}
 
 
-def spread(model: LanguageModel, mesh: DeviceMesh, **how: Any) -> None:
+def spread(model: Any, mesh: DeviceMesh, **how: Any) -> None:
     """As docs/several_gpus.md has it: experts over all processes, FSDP2 of everything else."""
 
     def mean_of_processes(p: Tensor) -> None:
@@ -199,7 +199,7 @@ def spread(model: LanguageModel, mesh: DeviceMesh, **how: Any) -> None:
     shard(model, mesh, experts_of(model))
 
 
-def shard(model: LanguageModel, mesh: DeviceMesh, ignored: Any) -> None:
+def shard(model: Any, mesh: DeviceMesh, ignored: Any) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.blocks, model):
         sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)

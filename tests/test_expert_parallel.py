@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks import parallel as benchmark
-from benchmarks import parallel_losses
+from benchmarks import parallel_30b, parallel_losses
 from benchmarks import parallel_training as training
 from grouped_linear import (
     DelayedScaling,
@@ -705,6 +705,25 @@ def check_losses(rank: int, directory: Path) -> None:
     assert parallel_losses.table(curves).count("\n") == len(curves) + 1
 
 
+def check_30b(rank: int, directory: Path) -> None:
+    """Each way learns the same from equal weights; a restart changes no bit of its losses."""
+    text = (torch.arange(999, dtype=torch.uint8) % 97).to(device())
+    options = parallel_30b.Options("tiny", layers=2, context=32, steps=6)
+    rows = []
+    for form, experts in itertools.product(("FSDP2", "all_gather"), parallel_30b.EXPERTS):
+        arguments = form, experts, options, text, mesh(), directory / form / experts
+        rows.append(parallel_30b.train(*arguments))
+        again = parallel_30b.train(*arguments, resumed=True)
+        assert len(again.losses) == 3
+        assert parallel_30b.apart(rows[-1].losses, again.losses) == 0, (form, experts)
+        rows[-1].apart = 0.0
+    for row in rows:
+        assert row.losses[-1] < row.losses[0]
+        assert row.dropped == 0
+        assert parallel_30b.apart(rows[0].losses, row.losses) < 3e-3
+    assert parallel_30b.table(rows, {("FSDP2", "bf16"): "out of memory"}).count("\n") == 10
+
+
 def check_cuda_graph(
     recipe: Recipe | None, how: dict[str, Any], rank: int, directory: Path
 ) -> None:
@@ -802,6 +821,7 @@ CHECKS: Checks = {
     "benchmark": check_benchmark,
     "training_benchmark": check_training_benchmark,
     "losses": check_losses,
+    "30b_benchmark": check_30b,
     **{
         f"cuda_graph_{recipe}_{way}": partial(check_cuda_graph, RECIPES[recipe], how)
         for recipe in RECIPES

@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3-30B-A3B, whole, on several GPUs: tokens a second, share of peak, memory, losses.
+
+    python -m benchmarks.parallel_30b --gpus 4 --write
+    python -m benchmarks.parallel_30b --gpus 4 --layers 12 --restart /tmp --write
+
+transformers' model at its published sizes, with random weights, learns Python source, a byte as a
+token. A step is forward, backward and torch's AdamW(fused) with bf16 parameters, as bf16 recipes of
+the field have it; FSDP2 reduces float32. Layers are checkpointed. Experts are torch's grouped_mm or
+a GroupedMLP; FSDP2 shards all, or they are spread over all GPUs by ExpertParallel with FSDP2 around
+them. Each expert is chosen as often as another unless --learned-routing is given, as in the field's
+figures. All ways have the same first weights, tokens and choices.
+
+MFU: 6 FLOPs an active parameter, of embeddings none, and attention's causal half, by torch's peak
+of BF16 also where products are FP8. A step's time is the median; the last process counts.
+
+Each way has new processes, so that one that fails is a row with the reason. With --restart each
+trains again from a checkpoint of half its steps, with deterministic kernels throughout.
+
+B sequences of S tokens, E experts, C chosen for a token, L of them here, H and F features, R rows.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import parallel_training, timing
+from benchmarks.parallel_model import WAYS
+from benchmarks.parallel_run import RECIPES
+from benchmarks.python_source import distinct
+from grouped_linear import GroupedMLP
+from grouped_linear.parallel import Dispatched
+
+FORMS: dict[str, dict[str, Any] | None] = {"FSDP2": None, **WAYS}
+EXPERTS = ("torch", "bf16", "block", "both")
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_30b": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "tiny": {
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+}
+PEAK = 989e12  # H100 and H200 SXM, dense BF16 (NVIDIA's data sheets)
+# NeMo Automodel's performance summary: BF16, 8 H100, its own forced balance.
+ANCHOR = 12040
+WARM, RATE, CHARACTERS = 5, 3e-4, 20_000_000
+
+
+@dataclass
+class Options:
+    """What all ways share."""
+
+    size: str = "qwen3_30b"
+    layers: int = 48
+    context: int = 4096
+    sequences: int = 2
+    steps: int = 50
+    kept: bool = False
+    compiled: bool = False
+    learned_routing: bool = False
+    restart: str | None = None
+
+
+@dataclass
+class Row:
+    """A way's results: GiB, seconds of a step, nats a token."""
+
+    form: str
+    experts: str
+    seconds: float
+    tokens: float
+    mfu: float
+    held: float
+    peak: float
+    dropped: float
+    losses: list[float]
+    apart: float | None = None
+    """With a restart: the largest relative difference of a loss after it."""
+
+
+class Experts(GroupedMLP):
+    """Called as transformers calls experts."""
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, weights, index)
+
+
+class TorchExperts(GroupedMLP):
+    """The same of torch's operations alone."""
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+        if self.dispatcher is None:
+            return self._own(Dispatched(x, weights, index))
+        sent = self.dispatcher.dispatch(x, weights, index)
+        return self.dispatcher.combine(self._own(sent), sent)
+
+    def _own(self, sent: Dispatched) -> Tensor:
+        gate_up, down = (
+            (p.to_local() if isinstance(p, DTensor) else p).to(sent.x.dtype).transpose(1, 2)
+            for p in (self.gate_up_proj, self.down_proj)
+        )
+        index_SC, L = sent.top_k_index, gate_up.size(0)
+        expert = torch.where((index_SC >= 0) & (index_SC < L), index_SC, L).flatten()
+        order_R = expert.argsort(stable=True)[: sent.max_rows]
+        expert_R = expert[order_R]
+        offs = torch.searchsorted(expert_R, torch.arange(L, device=expert.device), right=True)
+        offs = offs.to(torch.int32)
+        x_RH = sent.x.index_select(0, order_R // index_SC.size(1))
+        here_R1 = expert_R[:, None] < L
+        if self.dispatcher is not None:  # grouped_mm leaves rows past the last end as they were
+            x_RH = torch.where(here_R1, x_RH, 0)  # in its input's gradient
+        gate, up = F.grouped_mm(x_RH, gate_up, offs=offs).chunk(2, dim=-1)
+        y_RH = F.grouped_mm(F.silu(gate) * up, down, offs=offs)
+        if self.dispatcher is not None:
+            y_RH = torch.where(here_R1, y_RH, 0)
+        y_RH = y_RH * sent.top_k_weights.flatten()[order_R, None].to(y_RH.dtype)
+        y = y_RH.new_zeros(expert.size(0), y_RH.size(1)).index_copy(0, order_R, y_RH)
+        return y.unflatten(0, (-1, index_SC.size(1))).sum(dim=1)
+
+
+def balanced(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Let token t choose experts t, t + E / C, ...: all as often, and of all processes."""
+    x, index_TC, weights = args
+    E, (T, C) = int(module.num_experts), index_TC.shape  # type: ignore[arg-type]
+    token, choice = (torch.arange(n, device=x.device) for n in (T, C))
+    return x, (token[:, None] + choice * (E // C)) % E, weights
+
+
+class Qwen3(nn.Module):
+    """transformers' model and its loss, a sequence's logits at a time."""
+
+    def __init__(self, options: Options, experts: str) -> None:
+        super().__init__()
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.config = AutoConfig.for_model(
+            "qwen3_moe", **SIZES[options.size], num_hidden_layers=options.layers
+        )
+        model = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
+        self.body, self.head = model.model, model.lm_head
+        recipe = None if experts == "torch" else RECIPES[experts.replace("both", "block")]
+        for i, layer in enumerate(self.body.layers):
+            layer.mlp.experts = (TorchExperts if experts == "torch" else Experts)(
+                self.config.num_experts,
+                self.config.hidden_size,
+                self.config.moe_intermediate_size,
+                recipe=recipe,
+                weights="both" if experts == "both" else None,
+                dtype=torch.bfloat16,
+            )
+            if not options.learned_routing:
+                layer.mlp.experts.register_forward_pre_hook(balanced)
+            if options.compiled:  # not Module.compile, which would compile FSDP2's hooks
+                layer = torch.compile(layer, fullgraph=True)
+            if not options.kept:  # outside: Dynamo refuses to count dropped choices in a checkpoint
+                layer = checkpoint_wrapper(layer)
+            self.body.layers[i] = layer
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        layers: nn.ModuleList = self.body.layers
+        return layers
+
+    def flops(self, context: int) -> float:
+        """Of a token, forward and backward."""
+        c = self.config
+        of_experts = sum(p.numel() for p in parallel_training.experts_of(self))
+        others = sum(p.numel() for p in self.parameters()) - of_experts
+        others -= c.vocab_size * c.hidden_size  # the embedding multiplies nothing
+        active = others + of_experts * c.num_experts_per_tok / c.num_experts
+        return 6.0 * (active + c.num_hidden_layers * c.num_attention_heads * c.head_dim * context)
+
+    @torch.no_grad()
+    def draw(self, device: torch.device) -> None:
+        """Make memory, and the same weights for each way over as many processes."""
+        self.to_empty(device=device)
+        with device:  # its frequencies are no parameters
+            self.body.rotary_emb = type(self.body.rotary_emb)(config=self.config)
+        D, rank = dist.get_world_size(), dist.get_rank()
+        for i, p in enumerate(self.parameters()):
+            own = p.to_local() if isinstance(p, DTensor) else p
+            if own.ndim == 1:
+                own.fill_(1.0)
+            else:
+                generator = torch.Generator(device).manual_seed(i * D + rank)
+                own.normal_(std=0.02, generator=generator)
+        for dispatcher in self.dispatchers():
+            dispatcher.reset()
+
+    def dispatchers(self) -> list[Any]:
+        mlps = (m for m in self.modules() if isinstance(m, GroupedMLP))
+        return [m.dispatcher for m in mlps if m.dispatcher is not None]
+
+    def forward(self, token_BS1: Tensor) -> Tensor:
+        """Return the mean cross-entropy, in nats a token."""
+        hidden_BSH = self.body(input_ids=token_BS1[:, :-1], use_cache=False).last_hidden_state
+        of_sequences = [
+            checkpoint(self._entropy, hidden_SH, token_S1[1:], use_reentrant=False)
+            for hidden_SH, token_S1 in zip(hidden_BSH, token_BS1, strict=True)
+        ]
+        return torch.stack(of_sequences).mean()
+
+    def _entropy(self, hidden_SH: Tensor, next_S: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(hidden_SH).float(), next_S)
+
+
+def train(
+    form: str,
+    experts: str,
+    options: Options,
+    text: Tensor,
+    mesh: DeviceMesh,
+    saved: Path | None = None,
+    resumed: bool = False,
+) -> Row:
+    """Train on all processes: from the first step on, saving half way, or on from there."""
+    device, rank, D = text.device, dist.get_rank(), mesh.size()
+    with torch.device("meta"):
+        model = Qwen3(options, experts)
+    flops = model.flops(options.context)
+    if (how := FORMS[form]) is None:
+        parallel_training.shard(model, mesh, set())
+    else:
+        parallel_training.spread(model, mesh, **how)
+    model.draw(device)
+    of_experts = parallel_training.experts_of(model)
+    rest = [p for p in model.parameters() if p not in of_experts]
+    groups: Any = [{"params": rest}, {"params": list(of_experts)}]  # DTensors of two meshes
+    optimizer = torch.optim.AdamW(groups, RATE, fused=True)
+    half = options.steps // 2
+    if resumed:
+        weights, moments = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=saved)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        del weights, moments
+    losses, seconds = [], []
+    for step in range(half if resumed else 0, options.steps):
+        if step == half and saved is not None and not resumed:
+            weights, moments = get_state_dict(model, optimizer)
+            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=saved)
+            del weights, moments
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(1.0, (step + 1) / 10)
+        random = torch.Generator().manual_seed(step * D + rank)
+        first_B = torch.randint(
+            len(text) - options.context, (options.sequences, 1), generator=random
+        )
+        at_BS1 = first_B + torch.arange(options.context + 1)
+        loss = model(text[at_BS1.to(device)].long())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    dropped = sum(float(d.dropped) for d in model.dispatchers())
+    c = model.config
+    choices = len(losses) * options.sequences * options.context
+    choices *= c.num_experts_per_tok * c.num_hidden_layers
+    held, peak = parallel_training.allocated(device) / 1024, 0.0
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() / (1 << 30)
+    worst = [statistics.median(seconds[WARM:] or seconds), held, peak, dropped / choices]
+    found = torch.tensor(worst, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    curve = torch.stack(losses)
+    dist.all_reduce(curve)
+    ms, held, peak, dropped = found.tolist()
+    tokens = options.sequences * options.context / ms
+    mfu = tokens * flops / PEAK
+    return Row(form, experts, ms, tokens, mfu, held, peak, dropped, (curve / D).tolist())
+
+
+def process(
+    rank: int,
+    gpus: int,
+    kind: str,
+    folder: Path,
+    way: tuple[str, str],
+    options: Options,
+    resumed: bool,
+) -> None:
+    """One of a way's processes; the first leaves the row in the folder."""
+    device = torch.device(kind, rank if kind == "cuda" else None)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    if options.restart is not None:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{folder / f'rendezvous_{resumed}'}",
+        rank=rank,
+        world_size=gpus,
+        timeout=timedelta(minutes=3),
+    )
+    text = "".join(document.text for document in distinct(CHARACTERS)).encode()
+    text_N = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    saved = None if options.restart is None else folder / "checkpoint"
+    row = train(*way, options, text_N, init_device_mesh(kind, (gpus,)), saved, resumed)
+    if rank == 0:
+        (folder / f"row_{resumed}.json").write_text(json.dumps(asdict(row)))
+    dist.barrier()  # a process that ends may take the first with it, which writes
+    dist.destroy_process_group()
+
+
+def run(way: tuple[str, str], options: Options, gpus: int, kind: str, seconds: float) -> Row:
+    """A way in processes of its own, and again from its checkpoint if asked.
+
+    Raises TimeoutError, or what torch.multiprocessing does where a process fails.
+    """
+    with tempfile.TemporaryDirectory(dir=options.restart) as name:
+        folder, rows = Path(name), []
+        for resumed in (False, True)[: 1 + (options.restart is not None)]:
+            arguments = gpus, kind, folder, way, options, resumed
+            context = mp.start_processes(process, arguments, gpus, join=False)
+            end = time.monotonic() + seconds
+            while not context.join(max(0.0, end - time.monotonic())):
+                if time.monotonic() >= end:
+                    for each in context.processes:
+                        each.kill()
+                    raise TimeoutError(f"ran for more than {seconds:.0f} seconds")
+            rows.append(Row(**json.loads((folder / f"row_{resumed}.json").read_text())))
+    if options.restart is not None:
+        rows[0].apart = apart(rows[0].losses, rows[1].losses)
+    return rows[0]
+
+
+def apart(whole: list[float], resumed: list[float]) -> float:
+    """The largest relative difference of losses after a restart; 0 if all bits are equal."""
+    last = whole[-len(resumed) :]
+    return max(abs(a / b - 1) for a, b in zip(resumed, last, strict=True))
+
+
+def table(rows: list[Row], failed: dict[tuple[str, str], str]) -> str:
+    steps = max((len(row.losses) for row in rows), default=0)
+    shown = [s for s in (1, 10, 25, 50, 100) if s < steps] + [steps]
+    head = ["form", "experts", "s a step", "tokens/s a GPU", "MFU", "of torch's", "held, GiB"]
+    head += ["peak, GiB", "dropped", *(f"loss {s}" for s in shown), "restart differs by"]
+    of_torch = {row.form: row.tokens for row in rows if row.experts == "torch"}
+    cells = [head]
+    for row in rows:
+        share = f"{row.tokens / of_torch[row.form]:.2f}" if row.form in of_torch else "-"
+        cells.append(
+            [
+                *(row.form, row.experts, f"{row.seconds:.3f}", f"{row.tokens:,.0f}"),
+                *(f"{row.mfu:.1%}", share, f"{row.held:.1f}", f"{row.peak:.1f}"),
+                *(f"{row.dropped:.2%}", *(f"{row.losses[s - 1]:.4f}" for s in shown)),
+                "-" if row.apart is None else f"{row.apart:.1e}" if row.apart else "nothing",
+            ]
+        )
+    for way, reason in failed.items():
+        cells.append([*way, reason, *[""] * (len(head) - 3)])
+    return timing.markdown(cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=["FSDP2", "all_gather"])
+    parser.add_argument("--experts", nargs="+", choices=EXPERTS, default=list(EXPERTS))
+    parser.add_argument("--size", choices=SIZES, default="qwen3_30b")
+    for name in ("layers", "context", "sequences", "steps"):
+        default = getattr(Options, name)
+        parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
+    parser.add_argument("--kept", action="store_true", help="activations, without checkpointing")
+    parser.add_argument("--compiled", action="store_true", help="each layer by torch.compile")
+    parser.add_argument("--learned-routing", action="store_true", help="in place of balance")
+    parser.add_argument("--restart", metavar="FOLDER", help="for a checkpoint: 6 bytes a parameter")
+    parser.add_argument("--seconds", type=float, default=500, help="of a way, then it has failed")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--write", action="store_true", help="to benchmarks/results/")
+    given = vars(parser.parse_args())
+    options = Options(**{name: given[name] for name in Options.__dataclass_fields__})
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic kernels need
+    rows: list[Row] = []
+    failed: dict[tuple[str, str], str] = {}
+    for way in [(form, experts) for form in given["forms"] for experts in given["experts"]]:
+        try:
+            rows.append(run(way, options, given["gpus"], given["device"], given["seconds"]))
+            print(f"{way}: {rows[-1].tokens:,.0f} tokens/s a GPU, {rows[-1].mfu:.1%}", flush=True)
+        except Exception as error:
+            failed[way] = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            print(f"{way}: {error}", flush=True)
+    device = torch.device(given["device"])
+    about = (
+        f"{options}, {given['gpus']} processes. NeMo Automodel: {ANCHOR:,} tokens/s a GPU "
+        "(BF16, 8 H100, sequences of 4096)."
+    )
+    page = timing.page("parallel_30b", about, "parallel_30b", device, table(rows, failed))
+    print(page)
+    if given["write"]:
+        # One file for each kind of run.
+        kinds = [name for name in ("restart", "compiled", "kept", "learned_routing") if given[name]]
+        name = "_".join(["parallel_30b", str(given["gpus"]), *kinds, timing.slug(device)])
+        path = timing.RESULTS / f"{name}.md"
+        path.write_text(page)
+        path.with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows]) + "\n")
+        print(f"written: {path.relative_to(timing.RESULTS.parent.parent)} and .json")
+
+
+if __name__ == "__main__":
+    main()
