@@ -571,6 +571,14 @@ def test_activation_checkpointing(device: str) -> None:
         loss = model(ids).logits.square().mean()
     with pytest.raises(CheckpointError, match="different number of tensors"):
         loss.backward()
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    with replay_routing(model, experts):
+        assert_same_tensors(step(model, model, ids), expected)
+    with (
+        pytest.raises(ValueError, match=r"use_reentrant=True .* call backward\(\) in it"),
+        replay_routing(model, experts),
+    ):
+        model(ids)
 
 
 def compiled(module: nn.Module) -> Any:

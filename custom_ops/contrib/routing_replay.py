@@ -144,6 +144,11 @@ def replay_routing(model: nn.Module, routing: Tensor) -> Iterator[None]:
                 f"{op}: the model ran {column} tokens of a sequence, the routing has {context.S}: "
                 "give the routing of these tokens alone"
             )
+        if any(layer.waits for layer in layers):
+            raise ValueError(
+                f"{op}: activation checkpointing with use_reentrant=True runs routers again in the "
+                "backward, which did not run in this context: call backward() in it"
+            )
 
 
 def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask: Tensor) -> Tensor:
@@ -407,7 +412,7 @@ class _Context(_State):
         super().__init__()
         self.op, self.layers, self.replays, self.pads = op, layers, pads is not None, pads
         _, self.B, self.S, self.C = experts.shape
-        self.columns = None
+        self.columns, self.with_grad = None, False
         device = next(model.parameters()).device
         with torch.inference_mode(False):
             tokens = torch.full((self.B, self.S + 1), -1, device=device)
@@ -493,7 +498,8 @@ class _Model(_State):
             )
         if around is not None:
             return self.inner(*args, **kwargs)
-        if context.replays and n != S and torch.is_grad_enabled():
+        context.with_grad = torch.is_grad_enabled()
+        if context.replays and n != S and context.with_grad:
             raise ValueError(
                 f"{op}: with gradients a call must have all {B} x {S} tokens, got {b} x {n}"
             )
@@ -524,6 +530,7 @@ class _Layer(_State):
     def __init__(self, where: str, index: int, router: Any, experts: nn.Module) -> None:
         super().__init__()
         self.where, self.index, self.ran = where, index, False
+        self.waits = False  # for a backward that runs it again, with use_reentrant=True
         self.inner: Callable[..., Any] = router.forward
         vars(self)["router"] = router  # not a submodule
         numbers = (getattr(m, "num_experts", None) for m in (router, *experts.modules()))
@@ -534,6 +541,7 @@ class _Layer(_State):
         """The router's forward, recorded, or with the experts of a replay."""
         context = self.context
         columns = context.columns
+        self.waits = columns is not None and context.with_grad and not torch.is_grad_enabled()
         if columns is not None:
             if self.ran:
                 raise ValueError(
