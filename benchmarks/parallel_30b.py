@@ -324,7 +324,7 @@ def process(
     if kind == "cuda":
         torch.cuda.set_device(device)
     if options.restart is not None:
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
@@ -412,30 +412,35 @@ def main() -> None:
     given = vars(parser.parse_args())
     options = Options(**{name: given[name] for name in Options.__dataclass_fields__})
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic kernels need
-    rows: list[Row] = []
-    failed: dict[tuple[str, str], str] = {}
-    for way in [(form, experts) for form in given["forms"] for experts in given["experts"]]:
-        try:
-            rows.append(run(way, options, given["gpus"], given["device"], given["seconds"]))
-            print(f"{way}: {rows[-1].tokens:,.0f} tokens/s a GPU, {rows[-1].mfu:.1%}", flush=True)
-        except Exception as error:
-            failed[way] = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            print(f"{way}: {error}", flush=True)
     device = torch.device(given["device"])
+    measured = {"options": asdict(options), "gpus": given["gpus"], "commit": timing.git_commit()}
+    kinds = [name for name in ("restart", "compiled", "kept", "learned_routing") if given[name]]
+    name = "_".join(["parallel_30b", str(given["gpus"]), *kinds, timing.slug(device)])
+    path = timing.RESULTS / f"{name}.json"
+    rows: dict[tuple[str, str], Row] = {}
+    failed: dict[tuple[str, str], str] = {}
+    if given["write"] and path.exists():  # keep other ways of this code and these options
+        before = json.loads(path.read_text())
+        kept = [Row(**r) for r in before.pop("rows")]
+        rows = {(r.form, r.experts): r for r in kept if before == measured}
     about = (
         f"{options}, {given['gpus']} processes. NeMo Automodel: {ANCHOR:,} tokens/s a GPU "
         "(BF16, 8 H100, sequences of 4096)."
     )
-    page = timing.page("parallel_30b", about, "parallel_30b", device, table(rows, failed))
+    for way in [(form, experts) for form in given["forms"] for experts in given["experts"]]:
+        try:
+            row = run(way, options, given["gpus"], given["device"], given["seconds"])
+            rows[way] = row
+            print(f"{way}: {row.tokens:,.0f} tokens/s a GPU, {row.mfu:.1%}", flush=True)
+        except Exception as error:
+            failed[way] = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            print(f"{way}: {error}", flush=True)
+        made = list(rows.values())
+        page = timing.page("parallel_30b", about, "parallel_30b", device, table(made, failed))
+        if given["write"]:  # after each way: a run that is ended leaves what it has
+            path.with_suffix(".md").write_text(page)
+            path.write_text(json.dumps({**measured, "rows": [asdict(r) for r in made]}) + "\n")
     print(page)
-    if given["write"]:
-        # One file for each kind of run.
-        kinds = [name for name in ("restart", "compiled", "kept", "learned_routing") if given[name]]
-        name = "_".join(["parallel_30b", str(given["gpus"]), *kinds, timing.slug(device)])
-        path = timing.RESULTS / f"{name}.md"
-        path.write_text(page)
-        path.with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows]) + "\n")
-        print(f"written: {path.relative_to(timing.RESULTS.parent.parent)} and .json")
 
 
 if __name__ == "__main__":

@@ -715,7 +715,9 @@ def check_30b(rank: int, directory: Path) -> None:
         rows.append(parallel_30b.train(*arguments))
         again = parallel_30b.train(*arguments, resumed=True)
         assert len(again.losses) == 3
-        assert parallel_30b.apart(rows[-1].losses, again.losses) == 0, (form, experts)
+        # attention's backward adds in any order on a GPU
+        bound = 0 if device().type == "cpu" else 1e-3
+        assert parallel_30b.apart(rows[-1].losses, again.losses) <= bound, (form, experts)
         rows[-1].apart = 0.0
     for row in rows:
         assert row.losses[-1] < row.losses[0]
