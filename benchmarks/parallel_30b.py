@@ -186,7 +186,7 @@ class Qwen3(nn.Module):
                 layer.mlp.experts.register_forward_pre_hook(balanced)
             if options.compiled:  # not Module.compile, which would compile FSDP2's hooks
                 layer = torch.compile(layer, fullgraph=True)
-            if not options.kept:  # outside: Dynamo refuses to count dropped choices in a checkpoint
+            if not options.kept:
                 layer = checkpoint_wrapper(layer)
             self.body.layers[i] = layer
 

@@ -250,10 +250,14 @@ def check_capacity(dispatch: str, factor: float, rank: int, directory: Path) -> 
     torch.distributed.all_reduce(dropped)
     assert dropped == (~kept).sum()
     with torch.no_grad():
-        parallel(mine[0], *route(mine[1]))
+        y = parallel(mine[0], *route(mine[1]))
     again = parallel.dispatcher.dropped.clone()
     torch.distributed.all_reduce(again)
     assert again == 2 * dropped
+    # Dynamo traces no checkpoint that sets an attribute, as `dropped += ...` does.
+    compiled = torch.compile(checkpoint, fullgraph=True, backend="aot_eager")
+    given = mine[0].requires_grad_(), *route(mine[1])
+    assert_same_bits(compiled(parallel, *given, use_reentrant=False), y)
 
 
 def check_extreme_routing(dispatch: str, rank: int, directory: Path) -> None:

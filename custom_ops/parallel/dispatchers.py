@@ -176,7 +176,7 @@ class _StaticDispatcher(TokenDispatcher):
             return own_SC, None
         max_rows = min(self.capacity(expert_TC.numel()), own_SC.numel())
         came = ((own_SC >= 0) & (own_SC < self.local_experts)).sum()
-        self.dropped += (came - max_rows).clamp(min=0)
+        self.dropped.add_((came - max_rows).clamp(min=0))
         return own_SC, max_rows
 
     def extra_repr(self) -> str:
@@ -279,7 +279,7 @@ class AllToAll(_StaticDispatcher):
         if self.capacity_factor is not None:
             sent_TC = kept_TD.gather(1, owner_TC.clamp(0, D - 1).long())
             has_owner_TC = (owner_TC >= 0) & (owner_TC < D)
-            self.dropped += (has_owner_TC & ~sent_TC).sum()
+            self.dropped.add_((has_owner_TC & ~sent_TC).sum())
         return kept_TD, by_process
 
 
