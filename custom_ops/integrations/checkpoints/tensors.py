@@ -140,13 +140,13 @@ class CheckpointTensors:
         return [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in self._pairs(_like)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, module in _experts_of(self._model).items():
-            if _form_of(name, module, self._weights) != self._forms.get(name):
-                raise ValueError(f"{OP}: {name} was converted since: make another one")
         return self._pairs(partial(_whole, _casts_of(self._model)))
 
     def _pairs(self, made_of: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors, layer by layer: no conversion reaches into two of them."""
+        for name, module in _experts_of(self._model).items():
+            if _form_of(name, module, self._weights) != self._forms.get(name):
+                raise ValueError(f"{OP}: {name} was converted since: make another one")
         layers: dict[str, dict[str, Any]] = {}
         for key, t in self._tensors().items():
             if not key.endswith(SCALE) or key.removesuffix(SCALE) not in self._experts:
