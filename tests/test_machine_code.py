@@ -5,6 +5,7 @@ ptxas reports neither of the two things of csrc/cuda/gemm/sm90/codegen.cuh. Any 
 may change both, far from where it was made.
 """
 
+import itertools
 import re
 import shutil
 
@@ -81,6 +82,15 @@ def test_no_promotion_waits_for_a_register_bank(kernels: dict[str, list[str]]) -
     # Only block scales are promoted with FFMA: M-grouped, with gathered rows, with a second product
     # or with neither, and K-grouped.
     assert block_scaled == 4
+
+
+def test_wgmma_finds_its_operands_in_uniform_registers(kernels: dict[str, list[str]]) -> None:
+    """In 16 bits. Where ptxas takes the main loop for divergent, 4 are moved there a wgmma."""
+    for name, code in kernels.items():
+        at = [] if "fp8" in name else [i for i, line in enumerate(code) if "HGMMA" in line]
+        loops = (code[i:j] for i, j in itertools.pairwise(at) if j - i < 60)
+        moves = sum("R2UR" in line for loop in loops for line in loop)
+        assert_or_say(moves == 0, f"{name}: {moves} R2UR between wgmma")
 
 
 def test_tma_finds_its_operands_in_uniform_registers(kernels: dict[str, list[str]]) -> None:

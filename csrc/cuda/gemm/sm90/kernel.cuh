@@ -65,9 +65,9 @@ namespace grouped_linear::cuda::sm90 {
 template <typename Config, typename Epilogue, typename Params>
 __device__ void compute_tiles(SharedStorage<Config>& shared, const Params& params) {
   const auto& epilogue = params.epilogue;
-  // Shuffled, ptxas keeps wgmma's descriptors in uniform registers.
+  // Shuffled, ptxas keeps wgmma's descriptors in uniform registers, in 16 bits.
   const int warpgroup = threadIdx.x / 128 - 1;
-  const MathThread thread{Config::kSwapped ? __shfl_sync(0xffffffff, warpgroup, 0) : warpgroup,
+  const MathThread thread{Config::kFp8 ? warpgroup : __shfl_sync(0xffffffff, warpgroup, 0),
                           static_cast<int>(threadIdx.x / 32 - 4),
                           static_cast<int>(threadIdx.x % 32)};
   ConsumerPipeline<Config> pipeline(shared, thread.lane);

@@ -46,15 +46,13 @@ __device__ __forceinline__ void add_partials(const SplitKWorkspace& workspace, i
 #pragma unroll 1
   for (int slot = first; slot < first + slots; ++slot) {
     const int64_t warp = slot_warp(slot);
-    if (lane == 0) {
-      const DebugWait wait("a split-K slice");
-      while (ld_acquire(workspace.flags + warp) != workspace.tickets.stamp) {
-        wait.check();
-        __nanosleep(64);
-      }
-      workspace.flags[warp] = 0;
+    // By all lanes: where one waits ptxas keeps wgmma's descriptors in no uniform registers.
+    const DebugWait wait("a split-K slice");
+    while (!__all_sync(kFullWarp, ld_acquire(workspace.flags + warp) == workspace.tickets.stamp)) {
+      wait.check();
+      __nanosleep(64);
     }
-    __syncwarp();
+    if (lane == 0) workspace.flags[warp] = 0;
     const float* from = workspace.accumulators + warp * 32 * count + lane;
 #pragma unroll
     for (int i = 0; i < count; ++i) accum[i] += ld_global_cg(from + 32 * i);
