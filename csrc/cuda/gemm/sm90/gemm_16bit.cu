@@ -24,10 +24,13 @@ bool takes_deep_tiles(const GroupedGemm& gemm) {
   return !gemm.a_rows && (gemm.shape.K <= 2048 ? 16 * deep <= 17 * wide : deep <= wide);
 }
 
-// Swapped operands are for an N-major b (dgrad) and an output of its type. Where b is K-major,
-// tiles of 192 columns gain about as much.
-template <typename T, Major b_major>
-constexpr bool kHasSwapped = std::is_same_v<T, __nv_bfloat16> && b_major == Major::kMN;
+// Swapped operands are for BF16, and an output of its type. Where b is K-major (fprop), tiles of 192
+// columns gain about as much, but for groups that are one swapped tile (192 random rows: 1.02).
+bool takes_swapped_linear(const Launch& launch, const GroupedGemm& gemm, Major b_major) {
+  const bool one_tile = gemm.shape.T / gemm.shape.E <= kTile16BitSwapped.m - kSwappedUnit;
+  return gemm.epilogue.type == OutputType::kBFloat16 && gemm.epilogue.aligned &&
+         (b_major == Major::kMN || one_tile) && takes_swapped(launch, gemm);
+}
 
 // out = a @ b[e].T. b is dense along K (fprop) or along N (dgrad, whose b is a view of w).
 template <typename T>
@@ -46,10 +49,9 @@ void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
     launch_gemm<Gemm>(launch, all, gemm, {}, gemm.epilogue);
   };
   const auto launch_with = [&]<Major major>() {
-    if constexpr (kHasSwapped<T, major>)
-      if (gemm.epilogue.type == OutputType::kBFloat16 && gemm.epilogue.aligned &&
-          takes_swapped(launch, gemm)) {
-        const CUtensorMap b = maps.mn_major();
+    if constexpr (std::is_same_v<T, __nv_bfloat16>)
+      if (takes_swapped_linear(launch, gemm, major)) {
+        const CUtensorMap b = major == Major::kK ? maps.k_major(kWgmmaM) : maps.mn_major();
         return launch_gemm<Swapped16Bit<T, major>>(launch, maps.with(b, b), gemm, {}, gemm.epilogue,
                                                    maps.row_boxes());
       }
