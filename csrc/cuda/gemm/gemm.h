@@ -96,10 +96,9 @@ void run_mxfp4(const Launch& launch, const GroupedGemm& gemm, Major b_major);
 // Whether a kernel on this device adds such a product to the first one's accumulators.
 bool adds_low_rank(const Launch& launch, const LowRank& low);
 
-// Else: two products [T, N] in float32 that were computed one after the other, added and rounded
-// once. low_rank_sum.cu
-Tensor low_rank_sum(const Launch& launch, const Tensor& first, const Tensor& second,
-                    ScalarType dtype);
+// Else: first [T, N] in float32 and the second product, added and rounded once. low_rank_sum.cu
+Tensor low_rank_sum(const Launch& launch, const Tensor& first, const LowRank& low,
+                    const Tensor& offs, ScalarType dtype);
 
 // The same with SwiGLU or its gradient in the epilogue, where the device has a kernel for these
 // operands.
@@ -126,6 +125,24 @@ inline EpilogueArguments epilogue_arguments(const Tensor& out, const std::option
           nullptr,
           accumulate,
           overwrite ? overwrite->const_data_ptr<bool>() : nullptr};
+}
+
+// y [T, cols] that run(gemm) writes: an M-grouped GEMM without scales, which run may add.
+template <typename Run>
+Tensor m_grouped_result(const Launch& launch, const Tensor& a, const Tensor& b, const Tensor& offs,
+                        const std::optional<Tensor>& bias_in, int64_t cols, ScalarType dtype,
+                        const std::optional<Tensor>& a_rows, const LowRank& low, const Run& run) {
+  const int64_t T = (a_rows ? *a_rows : a).size(0);
+  Tensor y = new_tensor(a, {T, cols}, dtype);
+  if (T == 0) return y;
+  if (a.size(0) == 0) return torch::stable::zero_(y);  // no row to gather
+
+  const std::optional<Tensor> bias = with_dense_rows(bias_in);
+  GroupedGemm gemm = m_grouped(launch, a, b, offs, cols, a_rows);
+  gemm.epilogue = epilogue_arguments(y, bias, false, std::nullopt);
+  gemm.low = low;
+  run(gemm);
+  return y;
 }
 
 // rows: dense.

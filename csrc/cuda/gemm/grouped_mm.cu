@@ -26,26 +26,15 @@ Tensor grouped_mm_nt(const Tensor& a, const Tensor& b, const Tensor& offs,
   check_grouped_mm("grouped_mm", a, b, offs, bias_in, dtype, a_rows, low);
 
   const Launch launch("grouped_mm", a);
-  const int64_t T = (a_rows ? *a_rows : a).size(0), N = b.size(1);
-  if (T > 0 && low.a && !adds_low_rank(launch, low)) {
+  if (low.a && low.a->size(0) > 0 && !adds_low_rank(launch, low)) {
     constexpr ScalarType sums = ScalarType::Float;
     const Tensor first = grouped_mm_nt(a, b, offs, converted(bias_in, sums), sums, a_rows, {});
-    const Tensor second = grouped_mm_nt(*low.a, *low.b, offs, {}, sums, {}, {});
-    return low_rank_sum(launch, first, second, dtype);
+    return low_rank_sum(launch, first, low, offs, dtype);
   }
-  Tensor y = new_tensor(a, {T, N}, dtype);
-  if (T == 0) return y;
-  if (a.size(0) == 0) {  // no row to gather
-    torch::stable::zero_(y);
-    return y;
-  }
-
-  const std::optional<Tensor> bias = with_dense_rows(bias_in);
-  GroupedGemm gemm = m_grouped(launch, a, b, offs, N, a_rows);
-  gemm.epilogue = epilogue_arguments(y, bias, false, std::nullopt);
-  gemm.low = low;
-  run_grouped_gemm(launch, copies_rows(launch, gemm) ? gather_before(launch, gemm) : gemm);
-  return y;
+  return m_grouped_result(
+      launch, a, b, offs, bias_in, b.size(1), dtype, a_rows, low, [&](const GroupedGemm& gemm) {
+        run_grouped_gemm(launch, copies_rows(launch, gemm) ? gather_before(launch, gemm) : gemm);
+      });
 }
 
 std::optional<std::tuple<Tensor, Tensor>> fused_mm_swiglu(

@@ -52,22 +52,13 @@ Tensor grouped_mm_mxfp4(const Tensor& a, const Tensor& b, const Tensor& scale_b,
     constexpr ScalarType sums = ScalarType::Float;
     const Tensor first = grouped_mm_mxfp4(a, b, scale_b, offs, converted(bias_in, sums), {}, sums,
                                           transpose_b, a_rows, {}, {});
-    const Tensor second = grouped_mm_nt(*low.a, *low.b, offs, {}, sums, {}, {});
-    return low_rank_sum(launch, first, second, dtype);
+    return low_rank_sum(launch, first, low, offs, dtype);
   }
-
-  Tensor y = new_tensor(a, {T, cols}, dtype);
-  if (a.size(0) == 0) {  // no row to gather
-    torch::stable::zero_(y);
-    return y;
-  }
-  const std::optional<Tensor> bias = with_dense_rows(bias_in);
-  GroupedGemm gemm = m_grouped(launch, a, b, offs, cols, a_rows);
-  gemm.scale_b = scale_b;
-  gemm.epilogue = epilogue_arguments(y, bias, false, std::nullopt);
-  gemm.low = low;
-  run_mxfp4(launch, gemm, transpose_b ? Major::kK : Major::kMN);
-  return y;
+  return m_grouped_result(launch, a, b, offs, bias_in, cols, dtype, a_rows, low,
+                          [&](GroupedGemm& gemm) {
+                            gemm.scale_b = scale_b;
+                            run_mxfp4(launch, gemm, transpose_b ? Major::kK : Major::kMN);
+                          });
 }
 
 }  // namespace grouped_linear::cuda

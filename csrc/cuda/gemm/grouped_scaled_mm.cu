@@ -26,28 +26,17 @@ Tensor grouped_scaled_mm_nt(const Tensor& a, const Tensor& b, const Tensor& scal
   check_grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias_in, out_dtype, a_rows, low);
 
   const Launch launch("grouped_scaled_mm", a);
-  const int64_t T = (a_rows ? *a_rows : a).size(0), N = b.size(1);
-  if (T > 0 && low.a && !adds_low_rank(launch, low)) {
+  if (low.a && low.a->size(0) > 0 && !adds_low_rank(launch, low)) {
     constexpr ScalarType sums = ScalarType::Float;
     const Tensor first = grouped_scaled_mm_nt(a, b, scale_a, scale_b, offs,
                                               converted(bias_in, sums), sums, a_rows, {});
-    const Tensor second = grouped_mm_nt(*low.a, *low.b, offs, {}, sums, {}, {});
-    return low_rank_sum(launch, first, second, out_dtype);
+    return low_rank_sum(launch, first, low, offs, out_dtype);
   }
-  Tensor y = new_tensor(a, {T, N}, out_dtype);
-  if (T == 0) return y;
-  if (a.size(0) == 0) {  // no row to gather
-    torch::stable::zero_(y);
-    return y;
-  }
-
-  const std::optional<Tensor> bias = with_dense_rows(bias_in);
-  GroupedGemm gemm = m_grouped(launch, a, b, offs, N, a_rows);
-  gemm.scale_a = scale_a, gemm.scale_b = scale_b;
-  gemm.epilogue = epilogue_arguments(y, bias, false, std::nullopt);
-  gemm.low = low;
-  run_grouped_gemm(launch, gemm);
-  return y;
+  return m_grouped_result(launch, a, b, offs, bias_in, b.size(1), out_dtype, a_rows, low,
+                          [&](GroupedGemm& gemm) {
+                            gemm.scale_a = scale_a, gemm.scale_b = scale_b;
+                            run_grouped_gemm(launch, gemm);
+                          });
 }
 
 Tensor grouped_scaled_mm_wgrad(const Tensor& dy_t, const Tensor& x_t, const Tensor& scale_dy_t,

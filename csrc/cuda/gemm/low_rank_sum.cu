@@ -8,6 +8,7 @@
 #include "cuda/common/pdl.cuh"
 #include "cuda/gemm/epilogue_math.cuh"
 #include "cuda/gemm/gemm.h"
+#include "ops.h"
 
 namespace grouped_linear::cuda {
 namespace {
@@ -34,8 +35,9 @@ __global__ void __launch_bounds__(kSumThreads)
 
 }  // namespace
 
-Tensor low_rank_sum(const Launch& launch, const Tensor& first, const Tensor& second,
-                    ScalarType dtype) {
+Tensor low_rank_sum(const Launch& launch, const Tensor& first, const LowRank& low,
+                    const Tensor& offs, ScalarType dtype) {
+  const Tensor second = grouped_mm_nt(*low.a, *low.b, offs, {}, ScalarType::Float, {}, {});
   const Tensor out =
       dtype == ScalarType::Float ? first : new_tensor(first, Shape::of(first), dtype);
   const int64_t fours = first.numel() / 4;
