@@ -106,7 +106,8 @@ struct Fragment {
       const auto* from = reinterpret_cast<const uint4*>(row_pointer(i) + column() * kFragmentSize);
 #pragma unroll
       for (int v = 0; v < Buffer::kVectors; ++v)
-        cp_async_16(&buffer.vectors[i % Buffer::kRows][v][threadIdx.x], from + v, i < valid_rows);
+        cp_async_16(smem_address(&buffer.vectors[i % Buffer::kRows][v][threadIdx.x]), from + v,
+                    i < valid_rows);
     }
   }
   template <int begin = 0, int end = kFragmentSize, typename Buffer>

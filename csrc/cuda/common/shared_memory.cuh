@@ -55,11 +55,18 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   return product;
 }
 
-// Starts a copy of 16 bytes, through L2 alone. Writes zeros where in_bounds is false.
-__device__ __forceinline__ void cp_async_16(uint4* to, const uint4* from, bool in_bounds) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(to)), "l"(from),
-               "r"(in_bounds ? 16 : 0)
-               : "memory");
+// Starts a copy of 16 bytes, or of that many zeros, through L2 alone. Both addresses are aligned to
+// 16 bytes. whole_line: L2 fetches 128 bytes.
+template <bool whole_line = false>
+__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool copies) {
+  if constexpr (whole_line)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(copies ? 16 : 0)
+                 : "memory");
+  else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(copies ? 16 : 0)
+                 : "memory");
 }
 
 // Commits the copies that this thread has started as one group.

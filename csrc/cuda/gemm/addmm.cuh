@@ -50,10 +50,8 @@ __device__ __forceinline__ void load_addmm_stage(AddmmStage& stage, const T* a, 
     for (int i = threadIdx.x; i < kAddmmTileM * a_chunks; i += kAddmmThreads) {
       const int r = i / a_chunks, at = i % a_chunks * 8;
       const bool inside = r < rows && k + at < shape.K;
-      cp_async_16(
-          reinterpret_cast<uint4*>(&stage.a[r][at]),
-          reinterpret_cast<const uint4*>(inside ? a + (row + r) * shape.a_stride + k + at : a),
-          inside);
+      cp_async_16(smem_address(&stage.a[r][at]),
+                  inside ? a + (row + r) * shape.a_stride + k + at : a, inside);
     }
   } else {
     for (int i = threadIdx.x; i < kAddmmTileM * kAddmmTileK; i += kAddmmThreads) {
@@ -68,10 +66,8 @@ __device__ __forceinline__ void load_addmm_stage(AddmmStage& stage, const T* a, 
   for (int i = threadIdx.x; i < kAddmmTileK * b_chunks; i += kAddmmThreads) {
     const int r = i / b_chunks, at = i % b_chunks * 8;
     const bool inside = k + r < shape.K && col + at < shape.N;
-    cp_async_16(
-        reinterpret_cast<uint4*>(&stage.b[r][at]),
-        reinterpret_cast<const uint4*>(inside ? b + int64_t{k + r} * shape.b_stride + col + at : b),
-        inside);
+    cp_async_16(smem_address(&stage.b[r][at]),
+                inside ? b + int64_t{k + r} * shape.b_stride + col + at : b, inside);
   }
   cp_async_commit();
 }

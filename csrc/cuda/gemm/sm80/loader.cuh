@@ -118,15 +118,15 @@ class Loader {
   template <int... pass>
   __device__ __forceinline__ void copy_lines(const OperandView& view, uint32_t to, uint32_t bits,
                                              std::integer_sequence<int, pass...>) {
-    (cp_async_16<1u << pass>(to + pass * kLinesPerPass * Config::kStageLine,
-                             from_ + pass * (kLinesPerPass * view.stride), bits),
+    (cp_async_16_of_bits<1u << pass>(to + pass * kLinesPerPass * Config::kStageLine,
+                                     from_ + pass * (kLinesPerPass * view.stride), bits),
      ...);
   }
   template <int... column>
   __device__ __forceinline__ void copy_columns(uint32_t to, uint32_t bits,
                                                std::integer_sequence<int, column...>) {
-    (cp_async_16<1u << column>(to + column * kMajorMNBytes<Config>, from_ + column * kMajorMNLine,
-                               bits),
+    (cp_async_16_of_bits<1u << column>(to + column * kMajorMNBytes<Config>,
+                                       from_ + column * kMajorMNLine, bits),
      ...);
   }
 

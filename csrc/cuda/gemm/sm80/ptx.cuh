@@ -12,9 +12,10 @@
 
 namespace grouped_linear::cuda::sm80 {
 
-// Starts a copy of 16 bytes to an address in shared memory; of zeros where `bits & bit` is 0.
+// Starts a copy of 16 bytes, or of zeros where `bits & bit` is 0: in fewer instructions than
+// cp_async_16, where many such bits are known before.
 template <uint32_t bit>
-__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, uint32_t bits) {
+__device__ __forceinline__ void cp_async_16_of_bits(uint32_t to, const void* from, uint32_t bits) {
   asm volatile(
       "{\n"
       ".reg .pred zeros;\n"

@@ -122,8 +122,10 @@ struct ElementwiseEpilogue {
     const Arguments& args = params.epilogue;
     const GemmShape& shape = params.shape;
     constexpr Roles roles = Config::kRoles;
-    // Three warps share the 128 rows of both warpgroups: 44, 44, and 20 of each for the one that helps.
-    constexpr int warps = roles.count(Role::kStore), own_rows = warps == 3 ? 44 : kWgmmaM;
+    // Three warps share the 128 rows of both warpgroups. SwigluBackward loads four rows at a time,
+    // so two of them have a third, up to whole fours: 44. The one that helps has the other 2 x 20.
+    constexpr int warps = roles.count(Role::kStore);
+    constexpr int own_rows = warps == 3 ? (2 * kWgmmaM / 3 + 3) / 4 * 4 : kWgmmaM;
     constexpr bool swapped = Config::kSwapped;
     const bool helps = warp == 1, both = helps || swapped;
     const int first = both ? 0 : warp - 2, last = both ? kMathWarpgroups : warp - 1;

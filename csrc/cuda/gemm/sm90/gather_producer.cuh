@@ -257,8 +257,8 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const Params&
       for (int i = 0; i < Tile::kCopies; ++i) {
         const int r = i * Tile::kRowsAtOnce;
         const uint32_t offset = Config::kKGrouped ? row_of_copy(i) * rows.row_pieces : offsets[i];
-        cp_async_16(to + r * kSwizzleBytes + place_of(r), source + uint64_t{offset} * 16,
-                    Config::kKGrouped ? r < copied : in_row);
+        cp_async_16<true>(to + r * kSwizzleBytes + place_of(r), source + uint64_t{offset} * 16,
+                          Config::kKGrouped ? r < copied : in_row);
       }
       if constexpr (Config::kScale128x128) {  // to where TMA puts those of consecutive rows
         float* of_rows =

@@ -152,8 +152,8 @@ __device__ __forceinline__ void load_rows(SharedStorage& shared, const Operands&
         const int row = kRowsAtOnce * i + first;
         if (kRowsAtOnce * i >= tile.rows) break;
         if (row < tile.rows)
-          cp_async_16(to + row * kSwizzleBytes + (piece ^ row % 8) * 16,
-                      from[i] + (at < shape.K ? at : 0), at < shape.K);
+          cp_async_16<true>(to + row * kSwizzleBytes + (piece ^ row % 8) * 16,
+                            from[i] + (at < shape.K ? at : 0), at < shape.K);
       }
       if constexpr (fp8) {
         if (lane < tile.rows)

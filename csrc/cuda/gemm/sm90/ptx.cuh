@@ -52,12 +52,6 @@ __device__ __forceinline__ void fence_proxy_async() {
 // Copies by this thread from global to shared memory, which arrive later. They are ordinary writes:
 // fence_proxy_async must come between them and wgmma.
 
-// 16 bytes, or that many zeros. Both addresses are aligned to 16 bytes.
-__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool copies) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(copies ? 16 : 0)
-               : "memory");
-}
 __device__ __forceinline__ void cp_async_8(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
@@ -317,12 +311,6 @@ __device__ __forceinline__ void bulk_wait_read() {
 }
 
 // --- warps and registers -------------------------------------------------------------------------
-
-// A barrier of `threads` threads of the block, which all name the same number.
-template <int number, int threads>
-__device__ __forceinline__ void named_barrier_sync() {
-  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"n"(number), "n"(threads) : "memory");
-}
 
 template <int count>
 __device__ __forceinline__ void setmaxnreg_dec() {

@@ -38,7 +38,8 @@ __device__ __forceinline__ void write_partial(const SplitKWorkspace& workspace, 
   if (lane == 0) st_release(workspace.flags + warp, workspace.tickets.stamp);
 }
 
-// Adds the slots [first, first + slots).
+// Adds the slots [first, first + slots). Waits for clusters of lower numbers, which the GPU has
+// started before this one: see scheduler.cuh.
 template <int count>
 __device__ __forceinline__ void add_partials(const SplitKWorkspace& workspace, int first, int slots,
                                              float (&accum)[count]) {
