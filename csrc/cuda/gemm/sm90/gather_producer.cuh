@@ -40,6 +40,147 @@ struct GatheredTile {
   static constexpr int kAsked = kRowNumberBlocks;
 };
 
+// A lane's copies of the rows that a gathers, and the numbers of these rows. M-grouped, a lane
+// copies the same rows in every k-block of a tile, and reads their numbers during the tile before.
+// K-grouped, each k-block has rows of its own.
+template <typename Config>
+class RowGatherer {
+  using Tile = GatheredTile<Config>;
+  static constexpr bool kKGrouped = Config::kKGrouped;
+
+ public:
+  // Beside the class: stores to an array next to its pointers cost loads of them (nvcc 13.0).
+  struct Rows {
+    int numbers[Tile::kRowsOfLane];
+    int64_t next_numbers[kKGrouped ? 1 : Tile::kRowsOfLane];  // M-grouped: of the next tile
+    uint32_t offsets[kKGrouped ? 1 : Tile::kCopies];          // M-grouped: in pieces of 16 bytes
+  };
+
+  __device__ RowGatherer(SharedStorage<Config>& shared, const GatheredRows& rows,
+                         const GemmShape& shape)
+      : shared_(shared), source_(rows), shape_(shape) {}
+
+  __device__ __forceinline__ void begin(const WorkTile& tile, const WorkTile& next, int number,
+                                        Rows& rows) {
+    k_blocks_ = tile.k_blocks;
+    end_ = kKGrouped ? tile.k_begin + tile.k_count : shape_.T;
+    if constexpr (kKGrouped) {
+#pragma unroll 1
+      for (; asked_ < Tile::kAsked - 1; ++asked_) ask(tile, next, asked_);
+    } else {
+      const auto read = [&](int first) {  // of row 0 on where there is no next tile
+#pragma unroll
+        for (int i = 0; i < Tile::kRowsOfLane; ++i)
+          rows.next_numbers[i] = source_.numbers.raw(min(first + lane_ + 32 * i, end_ - 1));
+      };
+      if (number == 0) read(first_row(tile, 0));
+#pragma unroll
+      for (int i = 0; i < Tile::kRowsOfLane; ++i)
+        rows.numbers[i] = source_.numbers.clamped(rows.next_numbers[i]);
+      read(first_row(next, 0));
+    }
+  }
+  // M-grouped, after begin().
+  __device__ __forceinline__ void find_offsets(Rows& rows) const {
+    if constexpr (!kKGrouped) {
+#pragma unroll
+      for (int i = 0; i < Tile::kCopies; ++i) rows.offsets[i] = offset_of_copy(rows, i);
+    }
+  }
+
+  // Before the copies of a k-block.
+  __device__ __forceinline__ void find_numbers(const WorkTile& tile, const WorkTile& next,
+                                               int k_block, Rows& rows) const {
+    if constexpr (kKGrouped) {
+      ask(tile, next, k_block + Tile::kAsked - 1);
+      cp_async_wait<Tile::kAsked - 1>();
+      // Past the group's end it may be anything: such a row is not copied.
+      const int64_t number = slot_of(k_block);
+      rows.numbers[0] =
+          source_.numbers.clamped(source_.numbers.wide ? number : static_cast<int32_t>(number));
+    }
+  }
+  __device__ __forceinline__ void copy(const WorkTile& tile, int stage, int k_block,
+                                       const Rows& rows) const {
+    constexpr int item = sizeof(typename Config::A);
+    const int first_byte = piece_ + (!kKGrouped ? k_block * kSwizzleBytes : tile.row * item);
+    const int row_bytes = (!kKGrouped ? shape_.K : shape_.rows) * item;
+    const bool in_row = first_byte < row_bytes;
+    const uint8_t* source = source_.source + (in_row ? first_byte : 0);
+    const uint32_t to = smem_address(shared_.stages[stage].a) + line_;
+    // K-grouped: rows that are copied, counted from this lane's first; others are zeros.
+    const int copied = in_row ? end_ - first_row(tile, k_block) - lane_row_ : 0;
+#pragma unroll
+    for (int i = 0; i < Tile::kCopies; ++i) {
+      const int r = i * Tile::kRowsAtOnce;
+      const uint32_t offset = kKGrouped ? offset_of_copy(rows, i) : rows.offsets[i];
+      const int place = ((lane_ % 8) ^ (lane_row_ % 8) ^ (r % 8)) * 16;
+      cp_async_16<true>(to + r * kSwizzleBytes + place, source + uint64_t{offset} * 16,
+                        kKGrouped ? r < copied : in_row);
+    }
+    if constexpr (Config::kScale128x128) {  // to where TMA puts those of consecutive rows
+      float* of_rows =
+          &shared_.scales[stage].rows[tile.row % kRowScaleAlignment + warp_row_ + lane_];
+      const float* source_scales = source_.scales + k_block * source_.scale_stride;
+#pragma unroll
+      for (int i = 0; i < Tile::kRowsOfLane; ++i)
+        cp_async_4(smem_address(of_rows + 32 * i), source_scales + rows.numbers[i]);
+    }
+    cp_async_arrive(&shared_.full[stage]);
+  }
+  // Those of a tile after the next one could not be asked for.
+  __device__ __forceinline__ void end(const WorkTile& next) {
+    asked_ = max(0, min(Tile::kAsked - 1, next.k_blocks));
+    k_block_number_ += k_blocks_;
+  }
+
+ private:
+  __device__ __forceinline__ int first_row(const WorkTile& tile, int k_block) const {
+    return warp_row_ + (kKGrouped ? tile.k_begin + k_block * Tile::kRows : tile.row);
+  }
+  __device__ __forceinline__ uint32_t offset_of_copy(const Rows& rows, int i) const {
+    const int r = i * Tile::kRowsAtOnce;
+    return __shfl_sync(0xffffffff, rows.numbers[r / 32], r % 32 + lane_row_) * source_.row_pieces;
+  }
+  // Where the number of this lane's row of a k-block is. K-blocks count from this tile's first one
+  // into the next tile.
+  __device__ __forceinline__ int64_t& slot_of(int k_block) const {
+    return shared_.row_numbers[(k_block_number_ + k_block) % Tile::kAsked]
+                              [warp_row_ + lane_ % Tile::kRowsOfWarp];
+  }
+  // Asks for the numbers of a k-block. A group of copies each, so that a lane can wait for one.
+  __device__ __forceinline__ void ask(const WorkTile& tile, const WorkTile& next,
+                                      int k_block) const {
+    const bool in_next = k_block >= k_blocks_;
+    const WorkTile& of = in_next ? next : tile;
+    const int block = in_next ? k_block - k_blocks_ : k_block;
+    const int at = of.k_begin + block * Tile::kRows + warp_row_ + lane_;
+    if (lane_ < Tile::kRowsOfWarp && block < of.k_blocks && at < of.k_begin + of.k_count) {
+      const uint32_t to = smem_address(&slot_of(k_block));
+      if (source_.numbers.wide)
+        cp_async_8(to, static_cast<const int64_t*>(source_.numbers.numbers) + at);
+      else
+        cp_async_4(to, static_cast<const int32_t*>(source_.numbers.numbers) + at);
+    }
+    cp_async_commit();
+  }
+
+  SharedStorage<Config>& shared_;
+  const GatheredRows& source_;
+  const GemmShape& shape_;
+  const int lane_ = threadIdx.x % 32, lane_row_ = lane_ / Tile::kLanesOfRow;
+  const int warp_row_ = threadIdx.x >= 32 ? Tile::kRowsOfWarp : 0;
+  // Where a lane's pieces start in a source row, and in the stage: lines of 128 bytes, columns of
+  // 64 elements one after another. Their places in a line repeat after eight rows.
+  const int piece_ = lane_ % Tile::kLanesOfRow * 16;
+  const int line_ =
+      (lane_ % Tile::kLanesOfRow / 8 * Tile::kRows + warp_row_ + lane_row_) * kSwizzleBytes;
+  int k_blocks_, end_;  // of the tile; of the group's rows
+  // K-grouped: k-blocks of this tile whose numbers are on their way or there; of all tiles before.
+  int asked_ = 0;
+  uint32_t k_block_number_ = 0;
+};
+
 // A K-grouped GEMM's rows past the end of a group are zeros.
 //
 // A stage is full when the copies of every lane have arrived, which the mbarrier is told without a
@@ -113,20 +254,11 @@ __device__ __forceinline__ void GatherProducer::load_end_of_b(SharedStorage<Conf
 
 template <typename Config, typename Params>
 __device__ void GatherProducer::run(SharedStorage<Config>& shared, const Params& params) {
-  using Tile = GatheredTile<Config>;
-  constexpr int item = sizeof(typename Config::A);
   const TensorMaps& maps = params.maps;
-  const GatheredRows& rows = params.producer;
   const GemmShape& shape = params.shape;
-  const int lane = threadIdx.x % 32, lane_row = lane / Tile::kLanesOfRow;
+  const int lane = threadIdx.x % 32;
   const bool is_second = threadIdx.x >= 32;
-  const int warp_row = is_second ? Tile::kRowsOfWarp : 0;
-  // Where a lane's pieces start in a source row, and in the stage: lines of 128 bytes, columns of
-  // 64 elements one after another. Their places in a line repeat after eight rows.
-  const int piece = lane % Tile::kLanesOfRow * 16;
-  const int line =
-      (lane % Tile::kLanesOfRow / 8 * Tile::kRows + warp_row + lane_row) * kSwizzleBytes;
-  const auto place_of = [&](int r) { return ((lane % 8) ^ (lane_row % 8) ^ (r % 8)) * 16; };
+  RowGatherer<Config> gatherer(shared, params.producer, shape);
 
   Scheduler<Config> scheduler(shared, params);
   constexpr Roles roles = Config::kRoles;
@@ -135,9 +267,7 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const Params&
   if (schedules) scheduler.begin();
   PipelineState<Config::kStages> state;
   BlockScales<Config> scales;
-  int64_t next_numbers[Config::kKGrouped ? 1 : Tile::kRowsOfLane];  // M-grouped: of the next tile
-  int asked = 0;  // K-grouped: k-blocks of this tile whose numbers are on their way or there
-  uint32_t k_block_number = 0;  // of all tiles
+  typename RowGatherer<Config>::Rows rows;
   for (int number = 0;; ++number) {
     // As a rule both are there: the one after them was published in the tile before.
     if (schedules) scheduler.publish_before(number + Config::kTilesAhead);
@@ -157,81 +287,19 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const Params&
     const WorkTile& next = wait_for_tile(shared, number + 1);
     const int k_blocks = tile.k_blocks;
     const bool has_all_columns = tile.col + Config::kTileN <= shape.cols;
-    const int end = Config::kKGrouped ? tile.k_begin + tile.k_count : shape.T;
-    const auto first_row = [&](int k_block) {
-      return warp_row + (Config::kKGrouped ? tile.k_begin + k_block * Tile::kRows : tile.row);
-    };
-    int row[Tile::kRowsOfLane];
-    // K-grouped. Asks for the numbers of a k-block, which is counted from this tile's first one
-    // into the next tile. A group of copies each, so that a lane can wait for one.
-    const auto slot_of = [&](int k_block) -> int64_t& {
-      return shared.row_numbers[(k_block_number + k_block) % Tile::kAsked]
-                               [warp_row + lane % Tile::kRowsOfWarp];
-    };
-    const auto ask = [&](int k_block) {
-      const bool in_next = k_block >= k_blocks;
-      const WorkTile& of = in_next ? next : tile;
-      const int block = in_next ? k_block - k_blocks : k_block;
-      const int at = of.k_begin + block * Tile::kRows + warp_row + lane;
-      if (lane < Tile::kRowsOfWarp && block < of.k_blocks && at < of.k_begin + of.k_count) {
-        const uint32_t to = smem_address(&slot_of(k_block));
-        if (rows.numbers.wide)
-          cp_async_8(to, static_cast<const int64_t*>(rows.numbers.numbers) + at);
-        else
-          cp_async_4(to, static_cast<const int32_t*>(rows.numbers.numbers) + at);
-      }
-      cp_async_commit();
-    };
-    // Past the group's end it may be anything: such a row is not copied.
-    const auto number_of = [&](int k_block) {
-      const int64_t number = slot_of(k_block);
-      return rows.numbers.clamped(rows.numbers.wide ? number : static_cast<int32_t>(number));
-    };
-    if constexpr (Config::kKGrouped) {
-#pragma unroll 1
-      for (; asked < Tile::kAsked - 1; ++asked) ask(asked);
-    } else {
-      const auto read = [&](int first) {  // of row 0 on where there is no next tile
-#pragma unroll
-        for (int i = 0; i < Tile::kRowsOfLane; ++i)
-          next_numbers[i] = rows.numbers.raw(min(first + lane + 32 * i, end - 1));
-      };
-      if (number == 0) read(first_row(0));
-#pragma unroll
-      for (int i = 0; i < Tile::kRowsOfLane; ++i) row[i] = rows.numbers.clamped(next_numbers[i]);
-      read(warp_row + next.row);
-    }
+    gatherer.begin(tile, next, number, rows);
     if (Config::kScale128x128 && is_second) scales.begin(params.scale_b, tile, shape);
-
-    // M-grouped: of the rows that this lane copies in every k-block.
-    uint32_t offsets[Config::kKGrouped ? 1 : Tile::kCopies];  // in pieces of 16 bytes
-    const auto row_of_copy = [&](int i) {
-      const int r = i * Tile::kRowsAtOnce;
-      return __shfl_sync(0xffffffff, row[r / 32], r % 32 + lane_row);
-    };
-    if constexpr (!Config::kKGrouped) {
-#pragma unroll
-      for (int i = 0; i < Tile::kCopies; ++i) offsets[i] = row_of_copy(i) * rows.row_pieces;
-    }
-
+    gatherer.find_offsets(rows);
 #pragma unroll 1
     for (int k_block = 0; k_block < k_blocks; ++k_block, state.advance()) {
       const int stage = state.stage;
-      if constexpr (Config::kKGrouped) {
-        ask(k_block + Tile::kAsked - 1);
-        cp_async_wait<Tile::kAsked - 1>();
-        row[0] = number_of(k_block);
-      }
+      gatherer.find_numbers(tile, next, k_block, rows);
       mbarrier_wait(&shared.empty[stage], state.phase ^ 1);
       if (!is_second && elect_one()) {
-        if constexpr (Config::kKGrouped) {
-          if (has_all_columns)
-            load_b<Config>(shared, maps, tile, stage, k_block);
-          else
-            load_end_of_b<Config>(shared, maps, tile, stage, k_block, shape.cols);
-        } else {
+        if (!Config::kKGrouped || has_all_columns)
           load_b<Config>(shared, maps, tile, stage, k_block);
-        }
+        else
+          load_end_of_b<Config>(shared, maps, tile, stage, k_block, shape.cols);
       }
       if constexpr (Config::kScale128x128) {
         if (is_second) {
@@ -243,37 +311,10 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const Params&
         }
       }
       __syncwarp();
-
-      const int first_byte =
-          piece + (!Config::kKGrouped ? k_block * kSwizzleBytes : tile.row * item);
-      const int row_bytes = (!Config::kKGrouped ? shape.K : shape.rows) * item;
-      const bool in_row = first_byte < row_bytes;
-      const uint8_t* source = rows.source + (in_row ? first_byte : 0);
-      const uint32_t to = smem_address(shared.stages[stage].a) + line;
-      // K-grouped: of the rows lane_row, lane_row + kRowsAtOnce ..., so many are copied; others are
-      // zeros.
-      const int copied = in_row ? end - first_row(k_block) - lane_row : 0;
-#pragma unroll
-      for (int i = 0; i < Tile::kCopies; ++i) {
-        const int r = i * Tile::kRowsAtOnce;
-        const uint32_t offset = Config::kKGrouped ? row_of_copy(i) * rows.row_pieces : offsets[i];
-        cp_async_16<true>(to + r * kSwizzleBytes + place_of(r), source + uint64_t{offset} * 16,
-                          Config::kKGrouped ? r < copied : in_row);
-      }
-      if constexpr (Config::kScale128x128) {  // to where TMA puts those of consecutive rows
-        float* of_rows =
-            &shared.scales[stage].rows[tile.row % kRowScaleAlignment + warp_row + lane];
-        const float* source_scales = rows.scales + k_block * rows.scale_stride;
-#pragma unroll
-        for (int i = 0; i < Tile::kRowsOfLane; ++i)
-          cp_async_4(smem_address(of_rows + 32 * i), source_scales + row[i]);
-      }
-      cp_async_arrive(&shared.full[stage]);
+      gatherer.copy(tile, stage, k_block, rows);
       if (schedules && k_block == 0) scheduler.publish_before(number + 1 + Config::kTilesAhead);
     }
-    // Those of a tile after the next one could not be asked for.
-    asked = max(0, min(Tile::kAsked - 1, next.k_blocks));
-    k_block_number += k_blocks;
+    gatherer.end(next);
   }
 }
 

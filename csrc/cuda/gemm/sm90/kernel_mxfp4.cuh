@@ -306,126 +306,159 @@ __device__ __forceinline__ void store_part(float (&accum)[Config::kTileM / 2],
   }
 }
 
+// a's stages as a math warp sees them: its tile, K-major, whose rows are the output's.
+template <typename Config>
+class RowStages {
+ public:
+  __device__ explicit RowStages(SharedStorage<Config>& shared)
+      : shared_(shared),
+        lane_(kept(threadIdx.x % 32)),
+        first_empty_(mapa(&shared.empty[0], lane_ % kClusterSize)),
+        rows_(__shfl_sync(0xffffffff, smem_descriptor_low(shared.stages[0].a, 16), 0)) {}
+
+  __device__ __forceinline__ void wait() const {
+    mbarrier_wait(&shared_.full[state.stage], state.phase);
+  }
+  __device__ __forceinline__ void release(int stage) const {
+    release_stage(first_empty_, stage, static_cast<int>(lane_));
+  }
+  __device__ __forceinline__ void pass() const {
+    wait();
+    release(state.stage);
+  }
+  // wgmma's second operand, from element k of a stage on.
+  __device__ __forceinline__ uint64_t operand(int stage, int k) const {
+    return smem_descriptor(rows_ + stage * (Config::kStageBytes / 16) + k * 2 / 16,
+                           8 * kSwizzleBytes);
+  }
+
+  PipelineState<Config::kStages> state;
+
+ private:
+  SharedStorage<Config>& shared_;
+  uint32_t lane_, first_empty_, rows_;
+};
+
+// accum += a tile's k_blocks, for so many of its rows. The first one is decoded, in `even`, and the
+// second one loaded.
+template <int rows, typename Config>
+__device__ __forceinline__ void multiply_k_blocks(RowStages<Config>& stages,
+                                                  WeightFragments<Config>& weight, int k_blocks,
+                                                  uint32_t (&even)[16],
+                                                  float (&accum)[Config::kTileM / 2]) {
+  uint32_t odd[16];
+  const auto step = [&](int k_block, uint32_t (&current)[16], uint32_t (&next)[16]) {
+    const int stage = stages.state.stage;
+    stages.wait();
+    fence_operand(accum);
+    keep(current);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      wgmma_registers<rows>(accum, current + 4 * i, stages.operand(stage, 16 * i));
+    wgmma_commit();
+    stages.state.advance();
+    if (k_block + 1 < k_blocks) weight.decode(k_block + 1, k_block + 2 == k_blocks, next);
+    if (k_block + 2 < k_blocks) weight.load(k_block + 2);
+    wgmma_wait<0>();
+    fence_operand(accum);
+    keep(current);
+    stages.release(stage);
+  };
+#pragma unroll 1
+  for (int k_block = 0; k_block < k_blocks; k_block += 2) {
+    step(k_block, even, odd);
+    if (k_block + 1 < k_blocks) step(k_block + 1, odd, even);
+  }
+}
+
+// accum += a second product.
+template <int rows, typename Config>
+__device__ __forceinline__ void multiply_low_rank(RowStages<Config>& stages,
+                                                  const WeightFragments<Config>& weight,
+                                                  const Mxfp4LowRank<Config>& low,
+                                                  const WorkTile& tile, int tile_cols,
+                                                  float (&accum)[Config::kTileM / 2]) {
+  const uint16_t* b = low.b + tile.group * low.group_stride;
+  const int cols[] = {tile.col + weight.first_col(), tile.col + weight.second_col()};
+#pragma unroll 1
+  for (int k = 0; k < low.operands.r; k += 16) {
+    // Elements 2 (lane % 4) and the next of two columns, then those 8 further on.
+    uint32_t fragment[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = k + i / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2, col = cols[i % 2];
+      const bool inside = col < tile_cols;
+      const uint16_t* from = b + (inside ? col * low.col_stride + at * low.r_stride : 0);
+      const uint32_t first = from[0], second = from[low.r_stride];
+      fragment[i] = inside ? first | second << 16 : 0;
+    }
+    if (k % kLowRankK == 0) stages.wait();
+    fence_operand(accum);
+    keep(fragment);
+    wgmma_fence();
+    wgmma_registers<rows>(accum, fragment, stages.operand(stages.state.stage, k % kLowRankK));
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_operand(accum);
+    keep(fragment);
+    if (k % kLowRankK == kLowRankK - 16 || k == low.operands.r - 16) {
+      stages.release(stages.state.stage);
+      stages.state.advance();
+    }
+  }
+}
+
 // A math warpgroup: its 64 columns of every tile of this block.
 template <typename Config>
 __device__ void multiply_tiles(SharedStorage<Config>& shared, const TensorMaps& maps,
                                const Mxfp4LowRank<Config>& low, const EpilogueArguments& epilogue,
                                const GemmShape& shape) {
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128 - 1, 0);
-  const uint32_t lane = kept(threadIdx.x % 32);
-  const uint32_t first_empty = mapa(&shared.empty[0], lane % kClusterSize);
-  // a's tile, K-major, whose rows are the output's.
-  const uint32_t rows = __shfl_sync(0xffffffff, smem_descriptor_low(shared.stages[0].a, 16), 0);
+  RowStages<Config> stages(shared);
   WeightFragments<Config> weight(shared, warpgroup);
-  PipelineState<Config::kStages> state;
-  const auto release = [&](int stage) {
-    release_stage(first_empty, stage, static_cast<int>(lane));
-  };
 #pragma unroll 1
   for (int number = 0;; ++number) {
-    mbarrier_wait(&shared.full[state.stage], state.phase);
+    stages.wait();
     const WorkTile& tile = shared.tiles[number % kTileSlots];
     const int k_blocks = tile.k_blocks;
     if (k_blocks < 0) break;
     if (tile.col + warpgroup * kWgmmaM >= shape.cols) {
 #pragma unroll 1
-      for (int k_block = 0; k_block < k_blocks; ++k_block, state.advance()) {
-        mbarrier_wait(&shared.full[state.stage], state.phase);
-        release(state.stage);
+      for (int k_block = 0; k_block < k_blocks; ++k_block, stages.state.advance()) {
+        stages.pass();
         weight.skip(k_block);
       }
       if constexpr (Config::kLowRank) {
 #pragma unroll 1
-        for (int i = 0; i < low_rank_blocks(low.operands); ++i, state.advance()) {
-          mbarrier_wait(&shared.full[state.stage], state.phase);
-          release(state.stage);
-        }
+        for (int i = 0; i < low_rank_blocks(low.operands); ++i, stages.state.advance())
+          stages.pass();
       }
       continue;
     }
 
     float accum[Config::kTileM / 2];
-    uint32_t even[16], odd[16];
+    uint32_t decoded[16];
     clear_accumulator(accum);
     weight.load(0);
-    weight.decode(0, k_blocks == 1, even);
+    weight.decode(0, k_blocks == 1, decoded);
     if (k_blocks > 1) weight.load(1);
-    const auto step = [&](auto rows_at_once, int k_block, uint32_t (&current)[16],
-                          uint32_t (&next)[16]) {
-      const int stage = state.stage;
-      mbarrier_wait(&shared.full[stage], state.phase);
-      fence_operand(accum);
-      keep(current);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        wgmma_registers<rows_at_once>(
-            accum, current + 4 * i,
-            smem_descriptor(rows + stage * (Config::kStageBytes / 16) + i * 2, 8 * kSwizzleBytes));
-      wgmma_commit();
-      state.advance();
-      if (k_block + 1 < k_blocks) weight.decode(k_block + 1, k_block + 2 == k_blocks, next);
-      if (k_block + 2 < k_blocks) weight.load(k_block + 2);
-      wgmma_wait<0>();
-      fence_operand(accum);
-      keep(current);
-      release(stage);
+    const auto multiply = [&]<int rows>() {
+      multiply_k_blocks<rows>(stages, weight, k_blocks, decoded, accum);
+      if constexpr (Config::kLowRank)
+        multiply_low_rank<rows>(stages, weight, low, tile, shape.cols, accum);
     };
-    const auto multiply = [&](auto rows_at_once) {
-#pragma unroll 1
-      for (int k_block = 0; k_block < k_blocks; k_block += 2) {
-        step(rows_at_once, k_block, even, odd);
-        if (k_block + 1 < k_blocks) step(rows_at_once, k_block + 1, odd, even);
-      }
-      if constexpr (Config::kLowRank) {
-        const uint16_t* b = low.b + tile.group * low.group_stride;
-        const int cols[] = {tile.col + weight.first_col(), tile.col + weight.second_col()};
-#pragma unroll 1
-        for (int k = 0; k < low.operands.r; k += 16) {
-          // Elements 2 (lane % 4) and the next of two columns, then those 8 further on.
-          uint32_t fragment[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int at = k + i / 2 * 8 + static_cast<int>(lane) % 4 * 2, col = cols[i % 2];
-            const bool inside = col < shape.cols;
-            const uint16_t* from = b + (inside ? col * low.col_stride + at * low.r_stride : 0);
-            const uint32_t first = from[0], second = from[low.r_stride];
-            fragment[i] = inside ? first | second << 16 : 0;
-          }
-          if (k % kLowRankK == 0) mbarrier_wait(&shared.full[state.stage], state.phase);
-          fence_operand(accum);
-          keep(fragment);
-          wgmma_fence();
-          wgmma_registers<rows_at_once>(
-              accum, fragment,
-              smem_descriptor(
-                  rows + state.stage * (Config::kStageBytes / 16) + k % kLowRankK * 2 / 16,
-                  8 * kSwizzleBytes));
-          wgmma_commit();
-          wgmma_wait<0>();
-          fence_operand(accum);
-          keep(fragment);
-          if (k % kLowRankK == kLowRankK - 16 || k == low.operands.r - 16) {
-            release(state.stage);
-            state.advance();
-          }
-        }
-      }
-    };
-    const int tile_rows = tile.row_end - tile.row;
-    if (tile_rows > Config::kTileM / 2)
-      multiply(Int<Config::kTileM>());
+    if (tile.row_end - tile.row > Config::kTileM / 2)
+      multiply.template operator()<Config::kTileM>();
     else
-      multiply(Int<Config::kTileM / 2>());
+      multiply.template operator()<Config::kTileM / 2>();
+    const auto store = [&]<typename T>() {
+      store_part<T>(accum, shared, maps, epilogue, shape, tile, weight, warpgroup);
+    };
     switch (epilogue.type) {
-      case OutputType::kBFloat16:
-        store_part<__nv_bfloat16>(accum, shared, maps, epilogue, shape, tile, weight, warpgroup);
-        break;
-      case OutputType::kHalf:
-        store_part<__half>(accum, shared, maps, epilogue, shape, tile, weight, warpgroup);
-        break;
-      case OutputType::kFloat:
-        store_part<float>(accum, shared, maps, epilogue, shape, tile, weight, warpgroup);
+      case OutputType::kBFloat16: store.template operator()<__nv_bfloat16>(); break;
+      case OutputType::kHalf: store.template operator()<__half>(); break;
+      case OutputType::kFloat: store.template operator()<float>();
     }
   }
   bulk_wait_read<0>();

@@ -14,6 +14,74 @@
 
 namespace grouped_linear::cuda::sm90 {
 
+// The block scales of a math thread's part of a tile, in every stage.
+template <typename Config>
+class StageScales {
+  static constexpr int kParts = Config::kColumnParts;
+
+ public:
+  __device__ __forceinline__ StageScales(SharedStorage<Config>& shared, const WorkTile& tile,
+                                         MathThread thread) {
+    if constexpr (Config::kBlockScaled) {
+      const int row = thread.warpgroup * kWgmmaM + thread.warp % 4 * 16 + thread.lane / 4;
+      auto& scales = shared.scales[0];
+      rows_ = kept_smem_address(
+          &scales.rows[row + (Config::kKGrouped ? 0 : tile.row % kRowScaleAlignment)]);
+      blocks_ = kept_smem_address(&scales.blocks);
+      if constexpr (Config::kScale1x128)
+        columns_ = kept_smem_address(&scales.columns[2 * (thread.lane % 4)]);
+    }
+    between_is_first_ = tile.col % kScaleBlock == 0;
+  }
+
+  // b's scale of each 64 columns, times a's of this thread's two rows. Returns whether columns
+  // share scales, see scale_warp.cuh.
+  __device__ __forceinline__ bool read(int stage, float (&scales)[2 * kParts]) const {
+    const uint32_t offset = stage * kBytes;
+    const float2 block = ld_shared_float2(blocks_ + offset);
+    const float of_part[] = {block.x, between_is_first_ ? block.x : block.y, block.y};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float row_scale = ld_shared_float(rows_ + offset + h * 8 * sizeof(float));
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) scales[2 * i + h] = row_scale * of_part[i];
+    }
+    fence_operand(scales);
+    return !Config::kScale1x128 || block.x != kPerColumnScale;
+  }
+
+  // accum += partial times the scales of each row and of each column.
+  __device__ __forceinline__ void promote(int stage, const float (&partial)[Config::kTileN / 2],
+                                          float (&accum)[Config::kTileN / 2]) const {
+    const uint32_t offset = stage * kBytes;
+    const float row_0 = ld_shared_float(rows_ + offset),
+                row_1 = ld_shared_float(rows_ + offset + 8 * sizeof(float));
+#pragma unroll
+    for (int i = 0; i < Config::kTileN / 2; i += 4) {
+      const float2 column = ld_shared_float2(columns_ + offset + i * 2 * sizeof(float));
+      accum[accumulator_of<Config>(i + 0)] += row_0 * (column.x * partial[i + 0]);
+      accum[accumulator_of<Config>(i + 1)] += row_0 * (column.y * partial[i + 1]);
+      accum[accumulator_of<Config>(i + 2)] += row_1 * (column.x * partial[i + 2]);
+      accum[accumulator_of<Config>(i + 3)] += row_1 * (column.y * partial[i + 3]);
+    }
+  }
+
+ private:
+  static constexpr size_t kBytes = sizeof(SharedStorage<Config>::scales[0]);
+
+  // Addresses in the first stage: of this thread's first row's, first columns', and the blocks'.
+  uint32_t rows_ = 0, columns_ = 0, blocks_ = 0;
+  bool between_is_first_;
+};
+
+template <int count>
+__device__ __forceinline__ void apply_group_scales(const EpilogueArguments& epilogue, int group,
+                                                   float (&accum)[count]) {
+  const float scale_a = epilogue.scale_a[group], scale_b = epilogue.scale_b[group];
+#pragma unroll
+  for (int i = 0; i < count; ++i) accum[i] = __fmul_rn(__fmul_rn(accum[i], scale_a), scale_b);
+}
+
 // accum += the tile's k_blocks of a @ b.T. With block scales and at least one k-block, it clears
 // accum first. The first stage is full already. A second product joins the sum, if the
 // kernel has one; a scale per group is of the first one alone, and is then applied here.
@@ -24,25 +92,13 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
                                              const WorkTile& tile, int k_blocks, MathThread thread,
                                              const Params& params,
                                              float (&accum)[Config::kTileN / 2]) {
-  constexpr int count = Config::kTileN / 2, parts = Config::kColumnParts;
-  // Addresses in the first stage: the scales of this thread's first row, of its first columns, of
-  // the scale blocks.
-  uint32_t row_scales = 0, column_scales = 0, block_scales = 0;
-  if constexpr (Config::kBlockScaled) {
-    const int row = thread.warpgroup * kWgmmaM + thread.warp % 4 * 16 + thread.lane / 4;
-    auto& scales = shared.scales[0];
-    row_scales = kept_smem_address(
-        &scales.rows[row + (Config::kKGrouped ? 0 : tile.row % kRowScaleAlignment)]);
-    block_scales = kept_smem_address(&scales.blocks);
-    if constexpr (Config::kScale1x128)
-      column_scales = kept_smem_address(&scales.columns[2 * (thread.lane % 4)]);
-  }
+  constexpr int count = Config::kTileN / 2;
   auto& state = pipeline.state;
   bool ready = true, first = true;
   int left = k_blocks;
   float partial[count];
-  const bool between_is_first = tile.col % kScaleBlock == 0;
-  float scales[2 * parts];  // b's scale of each 64 columns, times a's of this thread's two rows
+  const StageScales<Config> of_stages(shared, tile, thread);
+  float scales[2 * Config::kColumnParts];
 
   if constexpr (Config::kLowRankFirst) {
     clear_accumulator(accum);
@@ -52,7 +108,7 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
     ready = first = false;
   }
 
-  // partial = the k-block in `stage`. Returns whether columns share scales, see scale_warp.cuh.
+  // partial = the k-block in `stage`. Returns whether columns share scales.
   const auto multiply = [&](auto stage) {
     if (!ready) mbarrier_wait(pipeline.full(stage), state.phase);
     if constexpr (Config::kNeedsProxyFence) fence_proxy_async();
@@ -63,19 +119,7 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
     const int next = stage + 1 == Config::kStages ? 0 : stage + 1;
     if (next == 0) state.phase ^= 1;
     bool shared_scales = true;
-    if constexpr (Config::kBlockScaled) {
-      const uint32_t offset = stage * sizeof(shared.scales[0]);
-      const float2 block = ld_shared_float2(block_scales + offset);
-      const float of_part[] = {block.x, between_is_first ? block.x : block.y, block.y};
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float row_scale = ld_shared_float(row_scales + offset + h * 8 * sizeof(float));
-#pragma unroll
-        for (int i = 0; i < parts; ++i) scales[2 * i + h] = row_scale * of_part[i];
-      }
-      fence_operand(scales);
-      shared_scales = !Config::kScale1x128 || block.x != kPerColumnScale;
-    }
+    if constexpr (Config::kBlockScaled) shared_scales = of_stages.read(stage, scales);
     ready = mbarrier_test(pipeline.full(next), state.phase);
     wgmma_wait<0>();
     fence_operand(partial);
@@ -92,22 +136,6 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
       else
         accum[i] += partial[i];
     }
-  };
-
-  // The same where columns have scales of their own.
-  const auto promote_columns = [&](int stage) {
-    const uint32_t offset = stage * sizeof(shared.scales[0]);
-    const float row_0 = ld_shared_float(row_scales + offset),
-                row_1 = ld_shared_float(row_scales + offset + 8 * sizeof(float));
-#pragma unroll
-    for (int i = 0; i < count; i += 4) {
-      const float2 column = ld_shared_float2(column_scales + offset + i * 2 * sizeof(float));
-      accum[accumulator_of<Config>(i + 0)] += row_0 * (column.x * partial[i + 0]);
-      accum[accumulator_of<Config>(i + 1)] += row_0 * (column.y * partial[i + 1]);
-      accum[accumulator_of<Config>(i + 2)] += row_1 * (column.x * partial[i + 2]);
-      accum[accumulator_of<Config>(i + 3)] += row_1 * (column.y * partial[i + 3]);
-    }
-    pipeline.release(stage);
   };
 
   // Whole rounds over the stages have their addresses as constants in the instructions, since
@@ -146,15 +174,15 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
         continue;
       }
     }
-    if constexpr (Config::kScale1x128)
-      promote_columns(state.stage == 0 ? Config::kStages - 1 : state.stage - 1);
+    if constexpr (Config::kScale1x128) {
+      const int stage = state.stage == 0 ? Config::kStages - 1 : state.stage - 1;
+      of_stages.promote(stage, partial, accum);
+      pipeline.release(stage);
+    }
   }
 
   if constexpr (Config::kLowRank && !Config::kLowRankFirst) {
-    const float scale_a = params.epilogue.scale_a[tile.group],
-                scale_b = params.epilogue.scale_b[tile.group];
-#pragma unroll
-    for (int i = 0; i < count; ++i) accum[i] = __fmul_rn(__fmul_rn(accum[i], scale_a), scale_b);
+    apply_group_scales(params.epilogue, tile.group, accum);
     multiply_low_rank<Config>(shared, pipeline, operands, params.producer, true, accum);
   }
 }

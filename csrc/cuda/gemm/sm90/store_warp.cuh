@@ -26,6 +26,78 @@ __host__ __device__ __forceinline__ bool stores_whole_rows(const EpilogueArgumen
   return Config::kEpilogueRows < kWgmmaM && cols % line_cols_of(epilogue) == 0;
 }
 
+// A subtile of a warpgroup's part of a tile: lines of 128 bytes in the epilogue's buffers, and where
+// they are in the output.
+template <typename Config, bool whole_rows>
+struct Subtile {
+  static constexpr bool kTransposed = Config::kTransposed;
+  static constexpr int kBuffers = Config::kEpilogueBuffers, kAtOnce = whole_rows ? kBuffers : 1;
+  static constexpr int kParts = Config::kWarpgroupRows / Config::kEpilogueRows;
+
+  uint8_t (&buffers)[kParts][kBuffers][Config::kEpilogueRows * kSwizzleBytes];
+  const CUtensorMap& map;
+  const RaggedRows& rows;
+  int number, subtiles, line_cols;
+  int row, first;  // of the tile in the output, and the subtile's first column
+  int used;        // lines of a row, none where there is nothing to store
+  // Transposed, 64 rows of out have a buffer for each line of 128 bytes that this warpgroup's
+  // columns take: two in float32.
+  int more_lines = subtiles - 1;
+  // The first line's number, for copies of whole rows. No division: copies follow one another
+  // closely.
+  int line = whole_rows ? first >> (subtiles == 1 ? 6 : 5) : 0;
+
+  __device__ __forceinline__ int col_of(int i) const {
+    return kTransposed ? row + (i & more_lines) * line_cols : first + i * line_cols;
+  }
+  __device__ __forceinline__ int row_of(int part, int i) const {
+    return rows.c1 + (kTransposed ? ((number * kBuffers + i) >> more_lines) * kWgmmaM
+                                  : part * Config::kEpilogueRows);
+  }
+
+  // Loads what the output has, to be added to.
+  __device__ __forceinline__ void load(uint64_t* loaded) const {
+    const int lines = whole_rows && used > 0 ? kBuffers : max(used, 0);
+    mbarrier_arrive_expect_tx(loaded, lines * kWgmmaM * kSwizzleBytes);
+#pragma unroll 1
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll 1
+      for (int i = 0; i < used; i += kAtOnce) {
+        uint8_t* to = buffers[part][i];
+        const int col = col_of(i), row = row_of(part, i);
+        if constexpr (whole_rows)
+          tma_load_5d(to, &map, loaded, 0, row, line, rows.c2, rows.kOrigin);
+        else
+          tma_load_4d(to, &map, loaded, 0, col, row, rows.c2, rows.kOrigin);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(bool adds) const {
+#pragma unroll 1
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int i = 0; i < kBuffers; i += kAtOnce) {
+        if (i >= used) break;
+        const uint8_t* from = buffers[part][i];
+        const int col = col_of(i), row = row_of(part, i);
+        if constexpr (whole_rows) {
+          if (adds)
+            tma_reduce_add_5d(&map, from, 0, row, line, rows.c2, rows.kOrigin);
+          else
+            tma_store_5d(&map, from, 0, row, line, rows.c2, rows.kOrigin);
+        } else if (adds) {
+          tma_reduce_add_4d(&map, from, col, row, rows.c2, rows.kOrigin);
+        } else {
+          tma_store_4d(&map, from, col, row, rows.c2, rows.kOrigin);
+        }
+      }
+    }
+    bulk_commit();
+    bulk_wait_read<0>();
+  }
+};
+
 // Where the output is added to: its first subtile is loaded into the buffers and added there by the
 // math warps, while wgmma runs; a second subtile (of float32) is added by L2. L2 alone adds some
 // 300 float32 a nanosecond, and makes loads of operands wait (H200, 2026-11).
@@ -35,8 +107,6 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const Params& params,
   const CUtensorMap& map = params.maps.out;
   const EpilogueArguments& epilogue = params.epilogue;
   const GemmShape& shape = params.shape;
-  constexpr int buffers = Config::kEpilogueBuffers, at_once = whole_rows ? buffers : 1;
-  constexpr int parts = Config::kWarpgroupRows / Config::kEpilogueRows;
   const int subtiles = LinearEpilogue::subtiles(epilogue);
   const int line_cols = line_cols_of(epilogue);
   const bool adds = Config::kAdds && !overwrites(epilogue);
@@ -77,65 +147,21 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const Params& params,
                          (transposed && tile.col >= shape.cols);
     const int end = nothing ? 0 : shape.cols;  // of the columns to store
     for (int subtile = 0; subtile < subtiles; ++subtile) {
+      constexpr int buffers = Config::kEpilogueBuffers;
       const int first =
           tile.col + (Config::kSwapped ? warpgroup * kWgmmaM : subtile * buffers * line_cols);
       const int used = !transposed ? min((end - first + line_cols - 1) / line_cols, buffers)
                        : nothing   ? 0
                                    : buffers;
-      // Transposed, 64 rows of out have a buffer for each line of 128 bytes that this warpgroup's
-      // columns take: two in float32.
-      const int more_lines = subtiles - 1;
-      const auto col_of = [&](int i) {
-        return transposed ? row + (i & more_lines) * line_cols : first + i * line_cols;
-      };
-      const auto row_of = [&](int part, int i) {
-        return rows.c1 + (transposed ? ((subtile * buffers + i) >> more_lines) * kWgmmaM
-                                     : part * Config::kEpilogueRows);
-      };
-      // The first line's number, for copies of whole rows. No division: copies follow one another
-      // closely.
-      const int line = whole_rows ? first >> (subtiles == 1 ? 6 : 5) : 0;
-      if (adds && subtile == 0) {
-        const int lines = whole_rows && used > 0 ? buffers : max(used, 0);
-        mbarrier_arrive_expect_tx(empty, lines * kWgmmaM * kSwizzleBytes);
-#pragma unroll 1
-        for (int part = 0; part < parts; ++part) {
-#pragma unroll 1
-          for (int i = 0; i < used; i += at_once) {
-            uint8_t* to = shared.epilogue[warpgroup][part][i];
-            const int col = col_of(i), row = row_of(part, i);
-            if constexpr (whole_rows)
-              tma_load_5d(to, &map, empty, 0, row, line, rows.c2, rows.kOrigin);
-            else
-              tma_load_4d(to, &map, empty, 0, col, row, rows.c2, rows.kOrigin);
-          }
-        }
-      } else if (subtile > 0) {
+      const Subtile<Config, whole_rows> lines{
+          shared.epilogue[warpgroup], map, rows, subtile, subtiles, line_cols, row, first, used};
+      if (adds && subtile == 0)
+        lines.load(empty);
+      else if (subtile > 0)
         mbarrier_arrive(empty);
-      }
       if (adds || subtile > 0) wait_for_results();
       if (tile.k_blocks < 0) break;
-#pragma unroll 1
-      for (int part = 0; part < parts; ++part) {
-#pragma unroll
-        for (int i = 0; i < buffers; i += at_once) {
-          if (i >= used) break;
-          const uint8_t* from = shared.epilogue[warpgroup][part][i];
-          const int col = col_of(i), row = row_of(part, i);
-          if constexpr (whole_rows) {
-            if (adds && subtile > 0)
-              tma_reduce_add_5d(&map, from, 0, row, line, rows.c2, rows.kOrigin);
-            else
-              tma_store_5d(&map, from, 0, row, line, rows.c2, rows.kOrigin);
-          } else if (adds && subtile > 0) {
-            tma_reduce_add_4d(&map, from, col, row, rows.c2, rows.kOrigin);
-          } else {
-            tma_store_4d(&map, from, col, row, rows.c2, rows.kOrigin);
-          }
-        }
-      }
-      bulk_commit();
-      bulk_wait_read<0>();
+      lines.store(adds && subtile > 0);
     }
     if (tile.k_blocks < 0) break;
   }
