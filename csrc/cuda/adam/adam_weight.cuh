@@ -21,11 +21,8 @@ struct AdamScalars {
 };
 
 template <typename Element>
-struct AdamTensors {
-  int N, K;
-  uint8_t *q, *q_t;  // [E, N, K] and [E, K, N]; q_t may be null
-  float* scale;      // [E, ceil(N / 128), ceil(K / 128)]
-  Element* master;   // [E, N, K]
+struct AdamTensors : WeightOutputs {
+  Element* master;                                        // [E, N, K]
   Element *grad, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;  // [E, N, K]; the last may be null
 };
 
@@ -109,18 +106,9 @@ __global__ void __launch_bounds__(kTileThreads, kAdamOccupancy<Element, amsgrad,
   if (scalars.found_inf && *scalars.found_inf != 0) return;
   __shared__ TransposedTile transposed;
 
-  const int N = t.N, K = t.K;
-  const unsigned number = blockIdx.x;
-  const int row_blocks = (N + kTileSide - 1) / kTileSide,
-            col_blocks = (K + kTileSide - 1) / kTileSide;
-  const int64_t e = number / (row_blocks * col_blocks);
-  const int row = number / col_blocks % row_blocks * kTileSide;
-  const int col = number % col_blocks * kTileSide;
-  const int rows = min(kTileSide, N - row), cols = min(kTileSide, K - col);
-  const int fragment_row = Fragment<float>::row() * kFragmentSize;
-  const int fragment_col = Fragment<float>::column() * kFragmentSize;
-  const int valid = fragment_col < cols ? rows - fragment_row : 0;  // rows of this fragment
-  const int64_t first = (e * N + row + fragment_row) * K + col + fragment_col;
+  const TileOfWeight at(blockIdx.x, t.N, t.K);
+  const int64_t first = at.first;
+  const int valid = at.valid_rows(), K = t.K;
 
   // The next row is loaded while one is computed, where there are registers for it.
   constexpr bool kAhead =
@@ -147,7 +135,7 @@ __global__ void __launch_bounds__(kTileThreads, kAdamOccupancy<Element, amsgrad,
   }
 
   tile.finish(w, rule);
-  if (threadIdx.x == 0) t.scale[number] = tile.scale();
+  if (threadIdx.x == 0) t.scale[blockIdx.x] = tile.scale();
   QuantizedFragment quantized;
 #pragma unroll
   for (int i = 0; i < kFragmentSize; ++i) {
@@ -155,11 +143,7 @@ __global__ void __launch_bounds__(kTileThreads, kAdamOccupancy<Element, amsgrad,
     quantized.set_row(i, bytes);
     if (i < valid) *reinterpret_cast<uint2*>(t.q + first + static_cast<int64_t>(i) * K) = bytes;
   }
-
-  if (!t.q_t) return;
-  quantized.put_transposed(transposed);
-  __syncthreads();
-  transposed.write(t.q_t + (e * K + col) * N + row, N, rows, cols);
+  if (t.q_t) at.store_transposed(quantized, transposed, t.q_t);
 }
 
 }  // namespace grouped_linear::cuda

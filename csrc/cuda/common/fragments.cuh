@@ -9,10 +9,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/common/shared_memory.cuh"
 #include "cuda/common/elements.cuh"
 #include "cuda/common/fp8.cuh"
 #include "cuda/common/groups.cuh"
+#include "cuda/common/shared_memory.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -278,6 +278,17 @@ __device__ __forceinline__ uint32_t row_amax_of_half_warp(uint32_t (&amax)[kFrag
   return max(amax[0], __shfl_xor_sync(kFullWarp, amax[0], kFragmentSize));
 }
 
+// The maximum over all threads of a tile; with a barrier.
+__device__ __forceinline__ uint32_t max_of_tile(uint32_t number) {
+  __shared__ uint32_t of_warps[kTileWarps];
+  number = __reduce_max_sync(kFullWarp, number);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = number;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kTileWarps; ++w) number = max(number, of_warps[w]);
+  return number;
+}
+
 // The largest magnitude of every column of a tile, for each warp: of 16 rows.
 template <typename Element>
 struct alignas(16) ColumnAmax {
@@ -293,6 +304,11 @@ struct alignas(16) ColumnAmax {
     if (threadIdx.x % 32 < kFragmentsPerSide)
       Fragment<Element>::store_row(
           col_amax, &of_warps[threadIdx.x / 32][Fragment<Element>::column() * kFragmentSize]);
+  }
+  // Of the 32 rows of the calling thread's warp and its neighbour.
+  __device__ __forceinline__ uint32_t of_two_warps(int c) const {
+    const int warp = threadIdx.x / 32;
+    return max(uint32_t{of_warps[warp & ~1][c]}, uint32_t{of_warps[warp | 1][c]});
   }
 };
 

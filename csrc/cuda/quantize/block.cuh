@@ -39,6 +39,253 @@ __device__ __forceinline__ const BlockOutputs& outputs_of(const Source& source,
   return outputs;
 }
 
+// The tiles of a thread block: every step-th one from `first` on. A line of tiles has the same rows,
+// or where kDownColumns the same columns.
+template <typename Source>
+class TileWalk {
+  static constexpr bool kDown = Source::kDownColumns;
+  static constexpr int kLocated = 4;
+
+ public:
+  // Rowwise data do not depend on the group: without columnwise results, small groups share tiles.
+  __device__ __forceinline__ TileWalk(GroupTable& table, const int32_t* offs, int E, int T,
+                                      int part_cols, bool columnwise, unsigned step)
+      : table_(table), E_(E), part_cols_(part_cols), few_groups_(E <= 32 || !columnwise) {
+    // Gathered rows of many groups: where tile n of this thread block is, at n % kLocated. One
+    // thread searches the table, two tiles ahead, while the copies of a tile are on their way.
+    // (Sources with more arithmetic a tile take up to 4% longer with it: H100, 2026-11.)
+    __shared__ TileLocation located[kDown ? kLocated : 1];
+    located_ = located;
+    if (!columnwise)
+      groups_.load_as_one(offs, E, T);
+    else if (few_groups_)
+      groups_.load(offs, E, T);
+    else
+      load_groups<kTileThreads>(table, offs, E, T, TilesOf{kTileSide});
+    const int blocks = few_groups_ ? groups_.tiles() : table.tile_end[E - 1];
+    const int col_blocks = (part_cols + kTileSide - 1) / kTileSide;
+    per_line_ = kDown ? max(blocks, 1) : col_blocks;
+    lines_ = kDown && blocks > 0 ? col_blocks : blocks;
+    line_step_ = step / per_line_, tile_step_ = step % per_line_;
+  }
+
+  __device__ __forceinline__ TileBounds start(unsigned first) const {
+    TileBounds at{};
+    line_of(at) = first / per_line_;
+    tile_of(at) = first % per_line_;
+    if (searches_ahead()) {
+      TileBounds next = at;
+      step_on(next);
+      if (threadIdx.x == 0) search(at, 0);
+      if (threadIdx.x == 32) search(next, 1);
+      __syncthreads();
+    }
+    return at;
+  }
+  // Returns whether tile (block, col_block), tile n of this thread block, exists, and if so fills
+  // in its bounds.
+  __device__ __forceinline__ bool locate(TileBounds& at, int n) const {
+    if (line_of(at) >= lines_) return false;
+    const TileLocation tile = few_groups_        ? groups_.locate(at.block)
+                              : searches_ahead() ? located_[n % kLocated]
+                                                 : locate_tile<kTileSide>(table_, E_, at.block);
+    at.row_begin = tile.row_begin;
+    at.rows = tile.rows;
+    at.col = at.col_block * kTileSide;
+    at.cols = min(kTileSide, part_cols_ - at.col);
+    return true;
+  }
+  __device__ __forceinline__ bool locate_next(TileBounds& at, int n) const {
+    step_on(at);
+    return locate(at, n);
+  }
+  // Called at tile n.
+  __device__ __forceinline__ void search_ahead(TileBounds at, int n) const {
+    if (!searches_ahead() || threadIdx.x != kTileThreads - 1) return;
+    step_on(at);
+    step_on(at);
+    search(at, n + 2);
+  }
+
+ private:
+  static __device__ __forceinline__ int& line_of(TileBounds& at) {
+    return kDown ? at.col_block : at.block;
+  }
+  static __device__ __forceinline__ int& tile_of(TileBounds& at) {
+    return kDown ? at.block : at.col_block;
+  }
+  __device__ __forceinline__ bool searches_ahead() const { return kDown && !few_groups_; }
+  __device__ __forceinline__ void search(TileBounds at, int n) const {
+    if (line_of(at) < lines_) located_[n % kLocated] = locate_tile<kTileSide>(table_, E_, at.block);
+  }
+  __device__ __forceinline__ void step_on(TileBounds& at) const {
+    line_of(at) += line_step_;
+    tile_of(at) += tile_step_;
+    if (tile_of(at) >= per_line_) {
+      tile_of(at) -= per_line_;
+      ++line_of(at);
+    }
+  }
+
+  const GroupTable& table_;
+  TileLocation* located_;
+  WarpGroups<kTileSide> groups_;
+  int E_, part_cols_, per_line_, lines_, line_step_, tile_step_;
+  bool few_groups_;
+};
+
+// Which results a fragment of each thread has, and where they are in those of all columns.
+struct FragmentOutputs {
+  const BlockOutputs& of;
+  bool rowwise, sums_rows, shares;
+  int K, col;
+  int64_t column;  // in columnwise results
+};
+
+// Quantizes a fragment of each thread of a block. columnwise: there are results that need what
+// other warps have. Otherwise no warp waits for another.
+template <typename Element>
+class FragmentQuantizer {
+ public:
+  struct Shared {
+    ColumnAmax<Element> column_amax;
+    uint32_t warp_largest[kTileWarps];
+    float shared_factor, shared_scale;  // where columns share a scale
+    alignas(16) float col_factor[kTileSide];
+    float col_scale[kTileSide];
+    TileColumnSums sums;
+  };
+
+  __device__ __forceinline__ FragmentQuantizer(Shared& shared, TransposedTile& transposed,
+                                               ScaleRule rule, bool columnwise)
+      : shared_(shared), transposed_(transposed), rule_(rule), columnwise_(columnwise) {}
+
+  // reduce_early: the rows' amax take one register instead of eight.
+  template <bool reduce_early>
+  __device__ __forceinline__ void quantize(Fragment<Element>& fragment, const FragmentOutputs& to,
+                                           const TileBounds& at) {
+    if (to.sums_rows) shared_.sums.put(fragment);
+    uint32_t row_amax[kFragmentSize];
+    FragmentRow<Element> col_amax;
+    fragment.find_amax(row_amax, col_amax);
+    uint32_t own_row_amax = 0;
+    if constexpr (reduce_early) own_row_amax = row_amax_of_half_warp(row_amax);
+    if (to.of.q_t) {
+      if (to.shares) put_largest(col_amax);
+      shared_.column_amax.put(col_amax);
+    }
+    if (columnwise_) __syncthreads();  // sums and column_amax are complete
+
+    // Half of the threads compute the columns' scales, the other half the columns' sums.
+    bool can_share = true;
+    if (threadIdx.x < kTileSide) {
+      if (to.of.q_t) {
+        const uint32_t bits = find_scale(threadIdx.x);
+        if (to.shares) can_share = find_shared_scale(threadIdx.x, bits);
+      }
+    } else {
+      const int c = threadIdx.x - kTileSide;
+      if (to.sums_rows && c < at.cols)
+        to.of.partial_bias_grad[to.column + c] = shared_.sums.column(c);
+    }
+    if (to.rowwise) {
+      if constexpr (!reduce_early) own_row_amax = row_amax_of_half_warp(row_amax);
+      store_rows(fragment, own_row_amax, to, at);
+    }
+    // Factors are complete; sums and column_amax have been read.
+    if (to.shares)
+      can_share = __syncthreads_and(can_share);
+    else if (columnwise_)
+      __syncthreads();
+    if (to.of.q_t) store_columns(fragment, to.shares && can_share, to, at.cols);
+  }
+
+ private:
+  __device__ __forceinline__ void put_largest(const FragmentRow<Element>& col_amax) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int w = 0; w < Fragment<Element>::kWords; ++w)
+      largest = Word<Element>::max(largest, col_amax[w]);
+    largest = __reduce_max_sync(kFullWarp, Word<Element>::largest(largest));
+    if (lane_ == 0) shared_.warp_largest[warp_] = largest;
+  }
+
+  // Finds the scale of column c. Returns the bits of its amax.
+  __device__ __forceinline__ uint32_t find_scale(int c) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int w = 0; w < kTileWarps; ++w)
+      bits = max(bits, uint32_t{shared_.column_amax.of_warps[w][c]});
+    const BlockScale own = block_scale(Format<Element>::to_float(bits), rule_);
+    shared_.col_factor[c] = own.factor;
+    shared_.col_scale[c] = own.scale;
+    return bits;
+  }
+  // Finds the scale that the columns may share. Returns whether column c can.
+  __device__ __forceinline__ bool find_shared_scale(int c, uint32_t bits) {
+    const float amax = Format<Element>::to_float(bits);
+#pragma unroll
+    for (int w = 0; w < kTileWarps; ++w) bits = max(bits, shared_.warp_largest[w]);
+    const float largest = Format<Element>::to_float(bits);
+    const bool can_share = amax == 0 || amax * kShareWithin >= largest;
+    if (c == 0) {
+      const BlockScale all = block_scale(largest, rule_);
+      shared_.shared_factor = all.factor;
+      shared_.shared_scale = all.scale;
+    }
+    return can_share;
+  }
+
+  __device__ __forceinline__ void store_rows(const Fragment<Element>& fragment,
+                                             uint32_t own_row_amax, const FragmentOutputs& to,
+                                             const TileBounds& at) const {
+    const BlockScale row = block_scale(Format<Element>::to_float(own_row_amax), rule_);
+    const int first_row = fragment_row_ * kFragmentSize;
+    if (fragment_col_ < kFragmentSize && first_row + fragment_col_ < at.rows)
+      to.of.scale[to.col / kTileSide * to.of.scale_stride + at.row_begin + first_row +
+                  fragment_col_] = row.scale;
+    const int valid_rows = fragment_col_ * kFragmentSize < at.cols ? at.rows - first_row : 0;
+    uint8_t* next = to.of.q + static_cast<int64_t>(at.row_begin + first_row) * to.K + to.col +
+                    fragment_col_ * kFragmentSize;
+    const int half_warp = lane_ & kFragmentsPerSide;  // first lane of this row of fragments
+#pragma unroll
+    for (int i = 0; i < kFragmentSize; ++i) {
+      const float factor = __shfl_sync(kFullWarp, row.factor, half_warp + i);
+      const uint2 bytes = fragment.quantize_row(i, factor);
+      uint2* q = reinterpret_cast<uint2*>(advance_row(next, to.K));
+      if (i < valid_rows) *q = bytes;
+    }
+  }
+
+  __device__ __forceinline__ void store_columns(const Fragment<Element>& fragment, bool share,
+                                                const FragmentOutputs& to, int cols) {
+    const float* own = &shared_.col_factor[fragment_col_ * kFragmentSize];
+    float factor[kFragmentSize];
+#pragma unroll
+    for (int c = 0; c < kFragmentSize; ++c) factor[c] = own[c];
+    if (share) {
+#pragma unroll
+      for (int c = 0; c < kFragmentSize; ++c) factor[c] = shared_.shared_factor;
+    }
+    if (threadIdx.x < cols)
+      to.of.scale_t[to.column + threadIdx.x] =
+          share ? shared_.shared_scale : shared_.col_scale[threadIdx.x];
+#pragma unroll
+    for (int c = 0; c < kFragmentSize; ++c)
+      transposed_.put(c, fragment.quantize_column(c, factor[c]));
+    __syncthreads();
+    // No barrier after: the next tile writes col_factor one barrier later, `transposed` two later.
+    transposed_.write(to.of.q_t + to.column * kTileSide, kTileSide, kTileSide, cols);
+  }
+
+  Shared& shared_;
+  TransposedTile& transposed_;
+  const ScaleRule rule_;
+  const bool columnwise_;
+  const int lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32;
+  const int fragment_row_ = Fragment<Element>::row(), fragment_col_ = Fragment<Element>::column();
+};
+
 // Quantizes every step-th tile from `first` on, by one thread block.
 template <typename Element, typename Source>
 __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, const int32_t* offs,
@@ -47,105 +294,31 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
                                                         TransposedTile& transposed, unsigned first,
                                                         unsigned step) {
   __shared__ GroupTable table;
-  // Gathered rows of many groups: where tile n of this thread block is, at n % kLocated. One thread
-  // searches the table, two tiles ahead, while the copies of a tile are on their way. (Sources with
-  // more arithmetic a tile take up to 4% longer with it: H100, 2026-11.)
-  constexpr int kLocated = 4;
-  __shared__ TileLocation located[Source::kDownColumns ? kLocated : 1];
-  __shared__ ColumnAmax<Element> column_amax;
-  __shared__ uint32_t warp_largest[kTileWarps];
-  __shared__ float shared_factor, shared_scale;
-  alignas(16) __shared__ float col_factor[kTileSide];
-  __shared__ float col_scale[kTileSide];
-  __shared__ TileColumnSums sums;
+  __shared__ typename FragmentQuantizer<Element>::Shared shared;
   // At 16 bytes past a multiple of 32, copies take a fifth longer (SwiGLU, H200, 2026-11-22).
   extern __shared__ __align__(128) uint4 prefetch_shared[];
-  auto& buffer = *reinterpret_cast<typename Source::Buffer*>(prefetch_shared);
+  using Buffer = typename Source::Buffer;
+  auto& buffer = *reinterpret_cast<Buffer*>(prefetch_shared);
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int fragment_row = Fragment<Element>::row(), fragment_col = Fragment<Element>::column();
-  const int half_warp = lane & kFragmentsPerSide;  // first lane of this thread's row of fragments
-  // Without columnwise results no warp waits for another.
   constexpr int kFragments = fragments_of<Source>;
   constexpr bool kHasSecond = kFragments > Source::kParts;
   const bool columnwise = outputs.q_t || outputs.partial_bias_grad || kHasSecond;
-
-  // Rowwise data do not depend on the group: without columnwise results, small groups share tiles.
-  const bool few_groups = E <= 32 || !columnwise;
-  WarpGroups<kTileSide> groups;
-  if (!columnwise)
-    groups.load_as_one(offs, E, T);
-  else if (few_groups)
-    groups.load(offs, E, T);
-  else
-    load_groups<kTileThreads>(table, offs, E, T, TilesOf{kTileSide});
-  const int blocks = few_groups ? groups.tiles() : table.tile_end[E - 1];
-  const int part_cols = all_cols / Source::kParts,
-            col_blocks = (part_cols + kTileSide - 1) / kTileSide;
-  // A line of tiles has the same rows, or where kDownColumns the same columns.
-  constexpr bool down = Source::kDownColumns;
-  const int per_line = down ? max(blocks, 1) : col_blocks;
-  const int lines = down && blocks > 0 ? col_blocks : blocks;
-  const int line_step = step / per_line, tile_step = step % per_line;
-  const auto line_of = [](TileBounds& at) -> int& { return down ? at.col_block : at.block; };
-  const auto tile_of = [](TileBounds& at) -> int& { return down ? at.block : at.col_block; };
-  const bool searches_ahead = Source::kDownColumns && !few_groups;
-  const auto search = [&](TileBounds at, int n) {
-    if (line_of(at) < lines) located[n % kLocated] = locate_tile<kTileSide>(table, E, at.block);
-  };
-  // Returns whether tile (block, col_block), tile n of this thread block, exists, and if so fills in
-  // its bounds.
-  const auto locate = [&](TileBounds& at, int n) {
-    if (line_of(at) >= lines) return false;
-    const TileLocation tile = few_groups       ? groups.locate(at.block)
-                              : searches_ahead ? located[n % kLocated]
-                                               : locate_tile<kTileSide>(table, E, at.block);
-    at.row_begin = tile.row_begin;
-    at.rows = tile.rows;
-    at.col = at.col_block * kTileSide;
-    at.cols = min(kTileSide, part_cols - at.col);
-    return true;
-  };
-  const auto step_on = [&](TileBounds& at) {
-    line_of(at) += line_step;
-    tile_of(at) += tile_step;
-    if (tile_of(at) >= per_line) {
-      tile_of(at) -= per_line;
-      ++line_of(at);
-    }
-  };
-  const auto locate_next = [&](TileBounds& at, int n) {
-    step_on(at);
-    return locate(at, n);
-  };
-
-  TileBounds at{};
-  line_of(at) = first / per_line;
-  tile_of(at) = first % per_line;
-  if (searches_ahead) {
-    TileBounds next = at;
-    step_on(next);
-    if (threadIdx.x == 0) search(at, 0);
-    if (threadIdx.x == 32) search(next, 1);
-    __syncthreads();
-  }
+  FragmentQuantizer<Element> quantizer(shared, transposed, rule, columnwise);
+  const int part_cols = all_cols / Source::kParts;
+  const TileWalk<Source> walk(table, offs, E, T, part_cols, columnwise, step);
+  TileBounds at = walk.start(first);
   int n = 0;
-  bool exists = locate(at, n);
+  bool exists = walk.locate(at, n);
   if (exists) source.prefetch(buffer, at);
-  for (; exists; exists = locate_next(at, ++n)) {
-    if (searches_ahead && threadIdx.x == kTileThreads - 1) {
-      TileBounds after_next = at;
-      step_on(after_next);
-      step_on(after_next);
-      search(after_next, n + 2);
-    }
+  for (; exists; exists = walk.locate_next(at, ++n)) {
+    walk.search_ahead(at, n);
     Fragment<Element> fragments[kFragments];
     source.load(fragments, buffer, at);
-    if constexpr (!std::is_empty_v<typename Source::Buffer>) {
+    if constexpr (!std::is_empty_v<Buffer>) {
       // Located here and again at the loop's end: kept until then, it would take registers. The asm
       // hides from the compiler that the two are the same.
       TileBounds next = at;
-      if (locate_next(next, n + 1)) source.prefetch(buffer, next);
+      if (walk.locate_next(next, n + 1)) source.prefetch(buffer, next);
       asm("" : "+r"(at.block), "+r"(at.col_block));
     }
 
@@ -154,117 +327,18 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
       // The Second's fragment goes first: registers are scarcest while all fragments are alive.
       const int part = (i + Source::kParts) % kFragments;
       const bool is_second = part == Source::kParts;
-      Fragment<Element>& fragment = fragments[part];
       const BlockOutputs& out = outputs_of(source, outputs, is_second);
-      const bool rowwise = !is_second && out.q, sums_rows = !is_second && out.partial_bias_grad;
-      const bool shares = (is_second || Source::kCanShareScales) && out.share_scales;
       const int K = is_second ? part_cols : all_cols;
-      const int block = at.block, row_begin = at.row_begin, rows = at.rows, cols = at.cols;
       const int col = (is_second ? 0 : part * part_cols) + at.col;
-      const int64_t column = static_cast<int64_t>(block) * K + col;  // in columnwise results
-      if (sums_rows) sums.put(fragment);
-
-      uint32_t row_amax[kFragmentSize];
-      FragmentRow<Element> col_amax;
-      fragment.find_amax(row_amax, col_amax);
-      // Reduced early, the rows' amax take one register instead of eight; sources without a buffer
-      // have few registers.
-      constexpr bool reduce_early = std::is_empty_v<typename Source::Buffer>;
-      uint32_t own_row_amax = 0;
-      if constexpr (reduce_early) own_row_amax = row_amax_of_half_warp(row_amax);
-
-      if (out.q_t) {
-        if (shares) {
-          uint32_t largest = 0;
-#pragma unroll
-          for (int w = 0; w < Fragment<Element>::kWords; ++w)
-            largest = Word<Element>::max(largest, col_amax[w]);
-          largest = __reduce_max_sync(kFullWarp, Word<Element>::largest(largest));
-          if (lane == 0) warp_largest[warp] = largest;
-        }
-        column_amax.put(col_amax);
-      }
-      if (columnwise) __syncthreads();  // sums and column_amax are complete
-
-      // Half of the threads compute the columns' scales, the other half the columns' sums.
-      bool can_share = true;
-      if (threadIdx.x < kTileSide) {
-        const int c = threadIdx.x;
-        if (out.q_t) {
-          uint32_t bits = 0;
-#pragma unroll
-          for (int w = 0; w < kTileWarps; ++w)
-            bits = max(bits, uint32_t{column_amax.of_warps[w][c]});
-          const float amax = Format<Element>::to_float(bits);
-          const BlockScale own = block_scale(amax, rule);
-          col_factor[c] = own.factor;
-          col_scale[c] = own.scale;
-          if (shares) {
-#pragma unroll
-            for (int w = 0; w < kTileWarps; ++w) bits = max(bits, warp_largest[w]);
-            const float largest = Format<Element>::to_float(bits);
-            can_share = amax == 0 || amax * kShareWithin >= largest;
-            if (c == 0) {
-              const BlockScale all = block_scale(largest, rule);
-              shared_factor = all.factor;
-              shared_scale = all.scale;
-            }
-          }
-        }
-      } else if (sums_rows) {
-        const int c = threadIdx.x - kTileSide;
-        const float sum = sums.column(c);
-        if (c < cols) out.partial_bias_grad[column + c] = sum;
-      }
-
-      if (rowwise) {
-        if constexpr (!reduce_early) own_row_amax = row_amax_of_half_warp(row_amax);
-        const BlockScale row = block_scale(Format<Element>::to_float(own_row_amax), rule);
-        const int first_row = fragment_row * kFragmentSize;
-        if (fragment_col < kFragmentSize && first_row + fragment_col < rows)
-          out.scale[col / kTileSide * out.scale_stride + row_begin + first_row + fragment_col] =
-              row.scale;
-        const int valid_rows = fragment_col * kFragmentSize < cols ? rows - first_row : 0;
-        uint8_t* next = out.q + static_cast<int64_t>(row_begin + first_row) * K + col +
-                        fragment_col * kFragmentSize;
-#pragma unroll
-        for (int i = 0; i < kFragmentSize; ++i) {
-          const float factor = __shfl_sync(kFullWarp, row.factor, half_warp + i);
-          const uint2 bytes = fragment.quantize_row(i, factor);
-          uint2* to = reinterpret_cast<uint2*>(advance_row(next, K));
-          if (i < valid_rows) *to = bytes;
-        }
-      }
-      // col_factor is complete; sums and column_amax have been read.
-      if (shares)
-        can_share = __syncthreads_and(can_share);
-      else if (columnwise)
-        __syncthreads();
-
-      if (out.q_t) {
-        const float4* factor =
-            reinterpret_cast<const float4*>(&col_factor[fragment_col * kFragmentSize]);
-        float4 low = factor[0], high = factor[1];
-        const bool shared = shares && can_share;
-        if (shared) {
-          const float f = shared_factor;
-          low = high = make_float4(f, f, f, f);
-        }
-        if (threadIdx.x < cols)
-          out.scale_t[column + threadIdx.x] = shared ? shared_scale : col_scale[threadIdx.x];
-        transposed.put(0, fragment.quantize_column(0, low.x));
-        transposed.put(1, fragment.quantize_column(1, low.y));
-        transposed.put(2, fragment.quantize_column(2, low.z));
-        transposed.put(3, fragment.quantize_column(3, low.w));
-        transposed.put(4, fragment.quantize_column(4, high.x));
-        transposed.put(5, fragment.quantize_column(5, high.y));
-        transposed.put(6, fragment.quantize_column(6, high.z));
-        transposed.put(7, fragment.quantize_column(7, high.w));
-        __syncthreads();
-        // No barrier after: the next tile writes col_factor one barrier later, `transposed` two
-        // later.
-        transposed.write(out.q_t + column * kTileSide, kTileSide, kTileSide, cols);
-      }
+      const FragmentOutputs to{out,
+                               !is_second && out.q,
+                               !is_second && out.partial_bias_grad,
+                               (is_second || Source::kCanShareScales) && out.share_scales,
+                               K,
+                               col,
+                               static_cast<int64_t>(at.block) * K + col};
+      // Sources without a buffer have few registers.
+      quantizer.template quantize<std::is_empty_v<Buffer>>(fragments[part], to, at);
     }
   }
 }

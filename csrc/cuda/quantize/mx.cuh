@@ -53,6 +53,93 @@ __device__ __forceinline__ uint32_t dequantize_pair(uint32_t bytes, float low, f
 template <typename Element>
 constexpr int kMxOccupancy = sizeof(Element) == 2 ? 3 : 2;
 
+// Where the calling thread's fragment of a tile is.
+struct MxFragment {
+  TileLocation at;
+  int col, cols, K;                // of the tile; of the matrix
+  int64_t column;                  // the tile's first in columnwise results
+  int fragment_row, fragment_col;  // in the tile
+
+  __device__ __forceinline__ bool inside(int i) const {
+    return fragment_row + i < at.rows && fragment_col < cols;
+  }
+  // Its element of row i.
+  __device__ __forceinline__ int64_t element(int i) const {
+    return static_cast<int64_t>(at.row_begin + fragment_row + i) * K + col + fragment_col;
+  }
+};
+
+// row_amax: of the fragment.
+template <bool rounded, typename Element>
+__device__ __forceinline__ void store_mx_rows(const Fragment<Element>& fragment,
+                                              const uint32_t (&row_amax)[kFragmentSize],
+                                              const MxFragment& to, const MxOutputs& out) {
+#pragma unroll
+  for (int i = 0; i < kFragmentSize; ++i) {
+    uint32_t amax = row_amax[i];
+#pragma unroll
+    for (int distance = 1; distance < kFragmentsPerMxBlock; distance *= 2)
+      amax = max(amax, __shfl_xor_sync(kFullWarp, amax, distance));
+    const uint32_t exponent = mx_exponent(__float_as_uint(Format<Element>::to_float(amax)));
+    const uint2 bytes = fragment.quantize_row(i, mx_factor(exponent));
+    if (!to.inside(i)) continue;
+    if constexpr (rounded) {
+      const float s = mx_scale(exponent);
+      *reinterpret_cast<uint4*>(out.rowwise + to.element(i)) =
+          make_uint4(dequantize_pair(bytes.x, s, s), dequantize_pair(bytes.x >> 16, s, s),
+                     dequantize_pair(bytes.y, s, s), dequantize_pair(bytes.y >> 16, s, s));
+    } else {
+      *reinterpret_cast<uint2*>(out.q + to.element(i)) = bytes;
+      if (threadIdx.x % kFragmentsPerMxBlock == 0) {
+        const int64_t row = to.at.row_begin + to.fragment_row + i;
+        out.scale[row * ((to.K + 31) / 32) + (to.col + to.fragment_col) / 32] =
+            static_cast<uint8_t>(exponent);
+      }
+    }
+  }
+}
+
+// exponent: of the scales of the fragment's columns.
+template <typename Element>
+__device__ __forceinline__ void store_mx_rounded_columns(const Fragment<Element>& fragment,
+                                                         const uint32_t (&exponent)[kFragmentSize],
+                                                         const MxFragment& to,
+                                                         const MxOutputs& out) {
+#pragma unroll
+  for (int i = 0; i < kFragmentSize; ++i) {
+    if (!to.inside(i)) continue;
+    uint32_t words[kFragmentSize / 2];
+#pragma unroll
+    for (int c = 0; c < kFragmentSize; c += 4) {
+      float p[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        p[j] = __fmul_rn(fragment.element(fragment.words[i], c + j), mx_factor(exponent[c + j]));
+      const uint32_t bytes = to_fp8x4(p[0], p[1], p[2], p[3]);
+      words[c / 2] = dequantize_pair(bytes, mx_scale(exponent[c]), mx_scale(exponent[c + 1]));
+      words[c / 2 + 1] =
+          dequantize_pair(bytes >> 16, mx_scale(exponent[c + 2]), mx_scale(exponent[c + 3]));
+    }
+    *reinterpret_cast<uint4*>(out.columnwise + to.element(i)) =
+        make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+template <typename Element>
+__device__ __forceinline__ void store_mx_columns(const Fragment<Element>& fragment,
+                                                 const uint32_t (&exponent)[kFragmentSize],
+                                                 TransposedTile& transposed, const MxFragment& to,
+                                                 const MxOutputs& out) {
+  const int part = to.fragment_row / 32;
+#pragma unroll
+  for (int c = 0; c < kFragmentSize; ++c) {
+    transposed.put(c, fragment.quantize_column(c, mx_factor(exponent[c])));
+    if (to.fragment_row % 32 == 0 && to.fragment_col < to.cols)
+      out.scale_t[(to.column + to.fragment_col + c) * 4 + part] = static_cast<uint8_t>(exponent[c]);
+  }
+  __syncthreads();
+  transposed.write(out.q_t + to.column * kTileSide, kTileSide, kTileSide, to.cols);
+}
+
 // Writes rowwise and columnwise where `rounded` is true, else q and q_t with their scales. Changes
 // nothing where refresh is given and false.
 template <typename Element, bool rounded>
@@ -67,101 +154,44 @@ __global__ void __launch_bounds__(kTileThreads, kMxOccupancy<Element>)
   extern __shared__ uint4 mx_shared[];  // a TransposedTile where q_t is asked for
   TransposedTile& transposed = *reinterpret_cast<TransposedTile*>(mx_shared);
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int fragment_row = Fragment<Element>::row() * kFragmentSize;
   const int fragment_col = Fragment<Element>::column() * kFragmentSize;
-  const int K = groups.K, row_scales = (K + 31) / 32;
   const bool rowwise = rounded ? out.rowwise != nullptr : out.q != nullptr;
   const bool columnwise = rounded ? out.columnwise != nullptr : out.q_t != nullptr;
 
-  groups.for_each_tile<kTileSide, kTileThreads>(table, [&](const TileLocation& at, int block,
-                                                           int col, int cols) {
-    const int64_t column = static_cast<int64_t>(block) * K + col;  // in columnwise results
-    const bool inside = fragment_col < cols;
-
-    Fragment<Element> fragment;
-    fragment.load(x + at.row_begin * x_stride + col, x_stride, at.rows, cols, vectorised);
-    if (out.partial_bias_grad) {
-      sums.put(fragment);
-      __syncthreads();
-      if (static_cast<int>(threadIdx.x) < cols)
-        out.partial_bias_grad[column + threadIdx.x] = sums.column(threadIdx.x);
-    }
-    uint32_t row_amax[kFragmentSize];
-    FragmentRow<Element> col_amax;
-    fragment.find_amax(row_amax, col_amax);
-
-    if (rowwise) {
-#pragma unroll
-      for (int i = 0; i < kFragmentSize; ++i) {
-        uint32_t amax = row_amax[i];
-#pragma unroll
-        for (int distance = 1; distance < kFragmentsPerMxBlock; distance *= 2)
-          amax = max(amax, __shfl_xor_sync(kFullWarp, amax, distance));
-        const uint32_t exponent = mx_exponent(__float_as_uint(Format<Element>::to_float(amax)));
-        const uint2 bytes = fragment.quantize_row(i, mx_factor(exponent));
-        if (fragment_row + i >= at.rows || !inside) continue;
-        const int64_t row = at.row_begin + fragment_row + i;
-        if constexpr (rounded) {
-          const float s = mx_scale(exponent);
-          *reinterpret_cast<uint4*>(out.rowwise + row * K + col + fragment_col) =
-              make_uint4(dequantize_pair(bytes.x, s, s), dequantize_pair(bytes.x >> 16, s, s),
-                         dequantize_pair(bytes.y, s, s), dequantize_pair(bytes.y >> 16, s, s));
-        } else {
-          *reinterpret_cast<uint2*>(out.q + row * K + col + fragment_col) = bytes;
-          if (lane % kFragmentsPerMxBlock == 0)
-            out.scale[row * row_scales + (col + fragment_col) / 32] =
-                static_cast<uint8_t>(exponent);
+  groups.for_each_tile<kTileSide, kTileThreads>(
+      table, [&](const TileLocation& at, int block, int col, int cols) {
+        const int64_t column = static_cast<int64_t>(block) * groups.K + col;
+        const MxFragment to{at, col, cols, groups.K, column, fragment_row, fragment_col};
+        Fragment<Element> fragment;
+        fragment.load(x + at.row_begin * x_stride + col, x_stride, at.rows, cols, vectorised);
+        if (out.partial_bias_grad) {
+          sums.put(fragment);
+          __syncthreads();
+          if (static_cast<int>(threadIdx.x) < cols)
+            out.partial_bias_grad[column + threadIdx.x] = sums.column(threadIdx.x);
         }
-      }
-    }
-
-    if (columnwise) {
-      column_amax.put(col_amax);
-      __syncthreads();  // column_amax is complete, sums have been read
-      uint32_t exponent[kFragmentSize];
+        uint32_t row_amax[kFragmentSize];
+        FragmentRow<Element> col_amax;
+        fragment.find_amax(row_amax, col_amax);
+        if (rowwise) store_mx_rows<rounded>(fragment, row_amax, to, out);
+        if (columnwise) {
+          column_amax.put(col_amax);
+          __syncthreads();  // column_amax is complete, sums have been read
+          uint32_t exponent[kFragmentSize];
 #pragma unroll
-      for (int c = 0; c < kFragmentSize; ++c) {
-        const uint32_t amax = max(uint32_t{column_amax.of_warps[warp & ~1][fragment_col + c]},
-                                  uint32_t{column_amax.of_warps[warp | 1][fragment_col + c]});
-        exponent[c] = mx_exponent(__float_as_uint(Format<Element>::to_float(amax)));
-      }
-      if constexpr (rounded) {
-#pragma unroll
-        for (int i = 0; i < kFragmentSize; ++i) {
-          if (fragment_row + i >= at.rows || !inside) continue;
-          uint32_t words[kFragmentSize / 2];
-#pragma unroll
-          for (int c = 0; c < kFragmentSize; c += 4) {
-            float p[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-              p[j] =
-                  __fmul_rn(fragment.element(fragment.words[i], c + j), mx_factor(exponent[c + j]));
-            const uint32_t bytes = to_fp8x4(p[0], p[1], p[2], p[3]);
-            words[c / 2] = dequantize_pair(bytes, mx_scale(exponent[c]), mx_scale(exponent[c + 1]));
-            words[c / 2 + 1] =
-                dequantize_pair(bytes >> 16, mx_scale(exponent[c + 2]), mx_scale(exponent[c + 3]));
+          for (int c = 0; c < kFragmentSize; ++c) {
+            const uint32_t amax = column_amax.of_two_warps(to.fragment_col + c);
+            exponent[c] = mx_exponent(__float_as_uint(Format<Element>::to_float(amax)));
           }
-          const int64_t row = at.row_begin + fragment_row + i;
-          *reinterpret_cast<uint4*>(out.columnwise + row * K + col + fragment_col) =
-              make_uint4(words[0], words[1], words[2], words[3]);
+          if constexpr (rounded)
+            store_mx_rounded_columns(fragment, exponent, to, out);
+          else
+            store_mx_columns(fragment, exponent, transposed, to, out);
         }
-      } else {
-        const int part = fragment_row / 32;
-#pragma unroll
-        for (int c = 0; c < kFragmentSize; ++c) {
-          transposed.put(c, fragment.quantize_column(c, mx_factor(exponent[c])));
-          if (fragment_row % 32 == 0 && inside)
-            out.scale_t[(column + fragment_col + c) * 4 + part] = static_cast<uint8_t>(exponent[c]);
-        }
-        __syncthreads();
-        transposed.write(out.q_t + column * kTileSide, kTileSide, kTileSide, cols);
-      }
-    }
-    // The next tile writes shared memory that this one reads.
-    if (columnwise || out.partial_bias_grad) __syncthreads();
-  });
+        // The next tile writes shared memory that this one reads.
+        if (columnwise || out.partial_bias_grad) __syncthreads();
+      });
 }
 
 }  // namespace grouped_linear::cuda

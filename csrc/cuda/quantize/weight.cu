@@ -55,27 +55,15 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<__nv_bfloat16>)
     transpose_weight_kernel(const uint8_t* q, uint8_t* q_t, int N, int K) {
   grid_dependency_wait();
   __shared__ TransposedTile transposed;
-  const int row_blocks = (N + kTileSide - 1) / kTileSide,
-            col_blocks = (K + kTileSide - 1) / kTileSide;
-  const unsigned number = blockIdx.x;
-  const int64_t e = number / (row_blocks * col_blocks);
-  const int row = number / col_blocks % row_blocks * kTileSide;
-  const int col = number % col_blocks * kTileSide;
-  const int rows = min(kTileSide, N - row), cols = min(kTileSide, K - col);
-  const int fragment_row = Fragment<__nv_bfloat16>::row() * kFragmentSize;
-  const int fragment_col = Fragment<__nv_bfloat16>::column() * kFragmentSize;
-  const uint8_t* from = q + (e * N + row + fragment_row) * K + col + fragment_col;
-
+  const TileOfWeight at(blockIdx.x, N, K);
+  const uint8_t* from = q + at.first;
   QuantizedFragment fragment;
 #pragma unroll
-  for (int i = 0; i < kFragmentSize; ++i) {
-    const bool valid = fragment_row + i < rows && fragment_col < cols;
-    fragment.set_row(
-        i, valid ? *reinterpret_cast<const uint2*>(from + static_cast<int64_t>(i) * K) : uint2{});
-  }
-  fragment.put_transposed(transposed);
-  __syncthreads();
-  transposed.write(q_t + (e * K + col) * N + row, N, rows, cols);
+  for (int i = 0; i < kFragmentSize; ++i)
+    fragment.set_row(i, i < at.valid_rows()
+                            ? *reinterpret_cast<const uint2*>(from + static_cast<int64_t>(i) * K)
+                            : uint2{});
+  at.store_transposed(fragment, transposed, q_t);
 }
 
 }  // namespace

@@ -42,18 +42,12 @@ class BlockTile {
 
   // Numbers that are not finite become NaN and count as zero.
   __device__ __forceinline__ void finish(Fragment<Element>& w, ScaleRule rule) {
-    __shared__ uint32_t warp_amax[kTileWarps];
     uint32_t row_amax[kFragmentSize], amax = 0;
     FragmentRow<Element> col_amax;
     w.find_amax(row_amax, col_amax);
 #pragma unroll
     for (int i = 0; i < kFragmentSize; ++i) amax = max(amax, row_amax[i]);
-    amax = __reduce_max_sync(kFullWarp, amax);
-    if (threadIdx.x % 32 == 0) warp_amax[threadIdx.x / 32] = amax;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kTileWarps; ++i) amax = max(amax, warp_amax[i]);
-    scale_ = block_scale(Format<Element>::to_float(amax), rule);
+    scale_ = block_scale(Format<Element>::to_float(max_of_tile(amax)), rule);
   }
 
   __device__ __forceinline__ float scale() const { return scale_.scale; }
@@ -66,43 +60,59 @@ template <typename Element, Mxfp4 kBlocks>
 using WeightTile =
     std::conditional_t<kBlocks == Mxfp4::kNone, BlockTile<Element>, Mxfp4Tile<Element, kBlocks>>;
 
+// Tile `number` of a weight [E, N, K], and the calling thread's fragment of it.
+struct TileOfWeight {
+  int N, K, row, col, rows, cols;  // so many of its rows and columns are the weight's
+  int64_t e, first;                // the fragment's first element
+  int fragment_row = threadIdx.x / kFragmentsPerSide * kFragmentSize;
+  int fragment_col = threadIdx.x % kFragmentsPerSide * kFragmentSize;
+
+  __device__ __forceinline__ TileOfWeight(unsigned number, int N, int K) : N(N), K(K) {
+    const int row_blocks = (N + kTileSide - 1) / kTileSide,
+              col_blocks = (K + kTileSide - 1) / kTileSide;
+    e = number / (row_blocks * col_blocks);
+    row = number / col_blocks % row_blocks * kTileSide;
+    col = number % col_blocks * kTileSide;
+    rows = min(kTileSide, N - row), cols = min(kTileSide, K - col);
+    first = (e * N + row + fragment_row) * K + col + fragment_col;
+  }
+  // Rows of the fragment that are the weight's.
+  __device__ __forceinline__ int valid_rows() const {
+    return fragment_col < cols ? rows - fragment_row : 0;
+  }
+  // Stores to q_t [E, K, N].
+  __device__ __forceinline__ void store_transposed(QuantizedFragment& quantized,
+                                                   TransposedTile& transposed, uint8_t* q_t) const {
+    quantized.put_transposed(transposed);
+    __syncthreads();
+    transposed.write(q_t + (e * K + col) * N + row, N, rows, cols);
+  }
+};
+
 // Quantizes tile `number`, by one thread block.
 template <typename Element, Mxfp4 kBlocks = Mxfp4::kNone, typename Experts>
 __device__ __forceinline__ void quantize_weight_tile(const Experts& w, bool vectorised,
                                                      ScaleRule rule, const WeightOutputs& out,
                                                      TransposedTile& transposed, unsigned number) {
-  const int N = out.N, K = out.K;
-  const int row_blocks = (N + kTileSide - 1) / kTileSide,
-            col_blocks = (K + kTileSide - 1) / kTileSide;
-  const int64_t e = number / (row_blocks * col_blocks);
-  const int row = number / col_blocks % row_blocks * kTileSide;
-  const int col = number % col_blocks * kTileSide;
-  const int rows = min(kTileSide, N - row), cols = min(kTileSide, K - col);
-  const int64_t first = (e * N + row) * K + col;
-
+  const TileOfWeight at(number, out.N, out.K);
   Fragment<Element> fragment;
-  fragment.load(w.expert(e) + static_cast<int64_t>(row) * K + col, K, rows, cols, vectorised);
-  const int fragment_row = Fragment<Element>::row() * kFragmentSize;
-  const int fragment_col = Fragment<Element>::column() * kFragmentSize;
-  uint8_t* q = out.q + first + static_cast<int64_t>(fragment_row) * K + fragment_col;
+  fragment.load(w.expert(at.e) + static_cast<int64_t>(at.row) * at.K + at.col, at.K, at.rows,
+                at.cols, vectorised);
   WeightTile<Element, kBlocks> tile;
 #pragma unroll
   for (int i = 0; i < kFragmentSize; ++i) tile.add_row(fragment, i);
   tile.finish(fragment, rule);
   if (threadIdx.x == 0) out.scale[number] = tile.scale();
   QuantizedFragment quantized;
+  uint8_t* q = out.q + at.first;
+  const int stored_rows = out.q ? at.valid_rows() : 0;
 #pragma unroll
   for (int i = 0; i < kFragmentSize; ++i) {
     const uint2 bytes = tile.quantize_row(fragment, i);
     quantized.set_row(i, bytes);
-    if (out.q && fragment_row + i < rows && fragment_col < cols)
-      *reinterpret_cast<uint2*>(q + static_cast<int64_t>(i) * K) = bytes;
+    if (i < stored_rows) *reinterpret_cast<uint2*>(q + static_cast<int64_t>(i) * at.K) = bytes;
   }
-
-  if (!out.q_t) return;
-  quantized.put_transposed(transposed);
-  __syncthreads();
-  transposed.write(out.q_t + (e * K + col) * N + row, N, rows, cols);
+  if (out.q_t) at.store_transposed(quantized, transposed, out.q_t);
 }
 
 // Changes nothing where refresh is given and false.
