@@ -26,6 +26,16 @@ __device__ __forceinline__ __half from_float(float value) {
   return __float2half_rn(value);
 }
 
+// Calls run.operator()<T>() with the output's type.
+template <typename Run>
+__device__ __forceinline__ void with_output_type(OutputType type, const Run& run) {
+  switch (type) {
+    case OutputType::kBFloat16: return run.template operator()<__nv_bfloat16>();
+    case OutputType::kHalf: return run.template operator()<__half>();
+    case OutputType::kFloat: return run.template operator()<float>();
+  }
+}
+
 // Whether out is overwritten, not added to.
 __device__ __forceinline__ bool overwrites(const EpilogueArguments& epilogue) {
   return !epilogue.accumulate || (epilogue.overwrite != nullptr && *epilogue.overwrite);

@@ -119,14 +119,9 @@ __device__ __forceinline__ void run_epilogue(Accumulators<Config>& accum,
 #pragma unroll
         for (int k = 0; k < 4; ++k) accum[i][j][k] = accum[i][j][k] * scale_a * scale_b;
   }
-  const auto write = [&]<typename T>(T) {
+  with_output_type(args.type, [&]<typename T>() {
     write_outputs<T, Config>(accum, buffer, args, shape, tile, thread, overwrite);
-  };
-  switch (args.type) {
-    case OutputType::kBFloat16: return write(__nv_bfloat16());
-    case OutputType::kHalf: return write(__half());
-    case OutputType::kFloat: return write(float());
-  }
+  });
 }
 
 }  // namespace grouped_linear::cuda::sm80

@@ -300,15 +300,9 @@ struct LinearEpilogue {
     auto& buffers =
         shared.epilogue[thread / 128 - 1][Config::kEpilogueRows < kWgmmaM ? thread / 32 % 4 : 0];
     const int row = tile.row + (thread / 32 - 4) * 16;
-    switch (args.type) {
-      case OutputType::kBFloat16:
-        return write<__nv_bfloat16, Config>(accum, buffers, args, shape, tile, row, overwrite,
-                                            sync);
-      case OutputType::kHalf:
-        return write<__half, Config>(accum, buffers, args, shape, tile, row, overwrite, sync);
-      case OutputType::kFloat:
-        return write<float, Config>(accum, buffers, args, shape, tile, row, overwrite, sync);
-    }
+    with_output_type(args.type, [&]<typename T>() {
+      write<T, Config>(accum, buffers, args, shape, tile, row, overwrite, sync);
+    });
   }
 
   template <typename Config, typename Params>

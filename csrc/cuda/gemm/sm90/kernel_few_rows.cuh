@@ -272,11 +272,8 @@ template <typename T, int rows>
 __device__ __forceinline__ void finish(const float (&sums)[rows / 2], const Linear&,
                                        const EpilogueArguments& epilogue, const GemmShape& shape,
                                        const Tile& tile) {
-  switch (epilogue.type) {
-    case OutputType::kBFloat16: return store<__nv_bfloat16, rows>(sums, epilogue, shape, tile);
-    case OutputType::kHalf: return store<__half, rows>(sums, epilogue, shape, tile);
-    case OutputType::kFloat: return store<float, rows>(sums, epilogue, shape, tile);
-  }
+  with_output_type(epilogue.type,
+                   [&]<typename Out>() { store<Out, rows>(sums, epilogue, shape, tile); });
 }
 
 template <typename T, int rows, typename Form>

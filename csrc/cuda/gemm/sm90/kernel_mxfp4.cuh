@@ -452,14 +452,9 @@ __device__ void multiply_tiles(SharedStorage<Config>& shared, const TensorMaps& 
       multiply.template operator()<Config::kTileM>();
     else
       multiply.template operator()<Config::kTileM / 2>();
-    const auto store = [&]<typename T>() {
+    with_output_type(epilogue.type, [&]<typename T>() {
       store_part<T>(accum, shared, maps, epilogue, shape, tile, weight, warpgroup);
-    };
-    switch (epilogue.type) {
-      case OutputType::kBFloat16: store.template operator()<__nv_bfloat16>(); break;
-      case OutputType::kHalf: store.template operator()<__half>(); break;
-      case OutputType::kFloat: store.template operator()<float>();
-    }
+    });
   }
   bulk_wait_read<0>();
 }

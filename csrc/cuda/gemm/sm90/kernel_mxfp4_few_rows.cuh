@@ -386,11 +386,9 @@ class Accumulators {
 
   __device__ __forceinline__ void store(const EpilogueArguments& epilogue, int cols,
                                         const Waves& waves, int tile_col) const {
-    switch (epilogue.type) {
-      case OutputType::kBFloat16: return store<__nv_bfloat16>(epilogue, cols, waves, tile_col);
-      case OutputType::kHalf: return store<__half>(epilogue, cols, waves, tile_col);
-      case OutputType::kFloat: return store<float>(epilogue, cols, waves, tile_col);
-    }
+    with_output_type(epilogue.type, [&, cols, tile_col]<typename T>() {
+      store<T>(epilogue, cols, waves, tile_col);
+    });
   }
 
  private:

@@ -211,48 +211,32 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
 // Loads a box into this block (mask 0), or into every block of the cluster that `mask` names: at
 // the same shared memory offset in each, and counted by each block's own mbarrier.
 #define GROUPED_LINEAR_LOAD ".shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+#define GROUPED_LINEAR_LOAD_OR_MULTICAST(dims, at, mask_at, ...)                     \
+  if (mask == 0)                                                                     \
+    asm volatile("cp.async.bulk.tensor." dims GROUPED_LINEAR_LOAD " [%0], [%1, {" at \
+                 "}], [%2];" ::"r"(smem_address(to)),                                \
+                 "l"(map), "r"(smem_address(barrier)), __VA_ARGS__                   \
+                 : "memory");                                                        \
+  else                                                                               \
+    asm volatile("cp.async.bulk.tensor." dims GROUPED_LINEAR_LOAD                    \
+                 ".multicast::cluster [%0], [%1, {" at "}], [%2], " mask_at          \
+                 ";" ::"r"(smem_address(to)),                                        \
+                 "l"(map), "r"(smem_address(barrier)), __VA_ARGS__, "h"(mask)        \
+                 : "memory")
 __device__ __forceinline__ void tma_load_2d(void* to, const CUtensorMap* map, uint64_t* barrier,
                                             uint16_t mask, int c0, int c1) {
-  if (mask == 0)
-    asm volatile("cp.async.bulk.tensor.2d" GROUPED_LINEAR_LOAD
-                 " [%0], [%1, {%3, %4}], [%2];" ::"r"(smem_address(to)),
-                 "l"(map), "r"(smem_address(barrier)), "r"(c0), "r"(c1)
-                 : "memory");
-  else
-    asm volatile("cp.async.bulk.tensor.2d" GROUPED_LINEAR_LOAD
-                 ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem_address(to)),
-                 "l"(map), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "h"(mask)
-                 : "memory");
+  GROUPED_LINEAR_LOAD_OR_MULTICAST("2d", "%3, %4", "%5", "r"(c0), "r"(c1));
 }
-
 __device__ __forceinline__ void tma_load_3d(void* to, const CUtensorMap* map, uint64_t* barrier,
                                             uint16_t mask, int c0, int c1, int c2) {
-  if (mask == 0)
-    asm volatile("cp.async.bulk.tensor.3d" GROUPED_LINEAR_LOAD
-                 " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(smem_address(to)),
-                 "l"(map), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "r"(c2)
-                 : "memory");
-  else
-    asm volatile("cp.async.bulk.tensor.3d" GROUPED_LINEAR_LOAD
-                 ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem_address(to)),
-                 "l"(map), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "h"(mask)
-                 : "memory");
+  GROUPED_LINEAR_LOAD_OR_MULTICAST("3d", "%3, %4, %5", "%6", "r"(c0), "r"(c1), "r"(c2));
 }
-
 __device__ __forceinline__ void tma_load_4d(void* to, const CUtensorMap* map, uint64_t* barrier,
                                             uint16_t mask, int c0, int c1, int c2, int c3) {
-  if (mask == 0)
-    asm volatile("cp.async.bulk.tensor.4d" GROUPED_LINEAR_LOAD
-                 " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(smem_address(to)),
-                 "l"(map), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-                 : "memory");
-  else
-    asm volatile(
-        "cp.async.bulk.tensor.4d" GROUPED_LINEAR_LOAD
-        ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(smem_address(to)),
-        "l"(map), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(mask)
-        : "memory");
+  GROUPED_LINEAR_LOAD_OR_MULTICAST("4d", "%3, %4, %5, %6", "%7", "r"(c0), "r"(c1), "r"(c2),
+                                   "r"(c3));
 }
+#undef GROUPED_LINEAR_LOAD_OR_MULTICAST
 
 // For this block alone.
 __device__ __forceinline__ void tma_load_5d(void* to, const CUtensorMap* map, uint64_t* barrier,
