@@ -7,6 +7,7 @@
     export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
     python examples/finetune_experts.py --model gpt_oss_20b --batch 1 --lean
     python examples/finetune_experts.py --model gpt_oss_120b --compile
+    python examples/finetune_experts.py --model gpt_oss_120b --compile --host
     python examples/finetune_experts.py --model qwen3_30b --weights mxfp4 --memory 24
 
 Experts are most of a mixture-of-experts model. `convert(..., weights="fp8")` keeps
@@ -43,6 +44,7 @@ from transformers.quantizers import AutoHfQuantizer
 from grouped_linear import Float8BlockScaling, convert
 from grouped_linear.integrations.checkpoints.quantizer import GroupedLinearConfig
 from grouped_linear.integrations.peft import for_packed_experts, use_grouped_adapters
+from host_memory import keep_on_host, to_host
 
 SMALL = {
     "vocab_size": 256,
@@ -107,7 +109,7 @@ def draw(module: nn.Module, device: str) -> None:
             p.random_()  # two codes of E2M1
 
 
-def make_model(config: Any, weights: str, device: str) -> Any:
+def make_model(config: Any, weights: str, device: str, host: bool) -> Any:
     """The model with frozen experts, one layer after the other."""
     is_gpt_oss = isinstance(config, GptOssConfig)
     config.use_cache = False
@@ -129,6 +131,8 @@ def make_model(config: Any, weights: str, device: str) -> Any:
         draw(layer, device)
         if not is_gpt_oss:
             convert(layer, recipe, weights=weights)
+        if host:
+            to_host(layer)
     draw(model.model.norm, device)
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     return model
@@ -209,6 +213,7 @@ def main() -> None:
     parser.add_argument("--lean", action="store_true", help="least memory: see above")
     parser.add_argument("--compile", action="store_true", help="attention and experts")
     parser.add_argument("--memory", type=float, help="GiB that the GPU is to have")
+    parser.add_argument("--host", action="store_true", help="experts in its memory")
     options = parser.parse_args()
     config, batch, length = MODELS[options.model]
     batch, length = options.batch or batch, options.tokens or length
@@ -219,7 +224,7 @@ def main() -> None:
         of_gpu = torch.cuda.get_device_properties(0).total_memory
         share = options.memory * 2**30 / of_gpu
         torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
-    model = make_model(config, options.weights, device)
+    model = make_model(config, options.weights, device, options.host)
     experts = sum(
         p.nbytes for name, p in model.named_parameters() if ".experts." in name
     )
@@ -237,9 +242,13 @@ def main() -> None:
     if options.compile:  # inside of what is checkpointed: see docs/fine_tuning.md
         for layer in base.model.layers:
             layer.self_attn.compile()
-            layer.mlp.compile()
+            layer.mlp.forward = torch.compile(layer.mlp.forward)
 
     adapters = [p for p in model.parameters() if p.requires_grad]
+    if options.host:
+        keep_on_host([layer.mlp for layer in base.model.layers], torch.device(device))
+        for p in adapters:  # PEFT made them where the bytes are
+            p.data = p.data.to(device)
     checkpoints: Any = contextlib.nullcontext()
     if options.lean:
         step_in_backward(adapters)

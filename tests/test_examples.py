@@ -16,6 +16,7 @@ from support.documents import ROOT
 EXAMPLES = {
     "train_qwen3_moe": (("transformers", "accelerate", "matplotlib"), "FP8 "),
     "finetune_experts": (("transformers", "peft", "tqdm", "matplotlib"), "last loss"),
+    "host_memory": ((), "on the device"),
     "generate_from_fp8": (("transformers", "accelerate"), "tokens a second"),
     "grpo_moe": (("transformers", "trl"), "   3 "),
     "torchtitan_moe": (("torchtitan", "spmd_types", "triton", "tqdm"), "converted, FP8"),
@@ -26,7 +27,7 @@ EXAMPLES = {
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 BY_TORCHRUN = dict.fromkeys(("fsdp2_expert_parallel", "deepep_dispatcher"), TORCHRUN)
-RUNS = [*EXAMPLES, "finetune_experts --model gpt_oss_small", "finetune_experts --lean"]
+RUNS = [*EXAMPLES, "finetune_experts --model gpt_oss_small --host", "finetune_experts --lean"]
 
 
 def test_every_example_is_listed() -> None:
