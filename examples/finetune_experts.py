@@ -30,6 +30,7 @@ import argparse
 import contextlib
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -190,6 +191,33 @@ def step_in_backward(adapters: list[nn.Parameter]) -> None:
         p.register_post_accumulate_grad_hook(step)
 
 
+def with_adapters(model: Any, lora: LoraConfig, device: str, checkpoint: bool) -> Any:
+    """A PEFT model. Adapters, gradients and AdamW's moments are in BF16, as it is."""
+    with torch.device(device):
+        model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model.train()
+
+
+def train(
+    forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer | None, steps: int
+) -> tuple[list[float], list[float]]:
+    """Losses and seconds of steps, which a backward takes without an optimizer."""
+    losses, times = [], []
+    for _ in tqdm(range(steps), desc="steps"):
+        begin = time.perf_counter()
+        loss = forward()
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        times.append(time.perf_counter() - begin)
+    return losses, times
+
+
 def saved_adapter_computes_the_same(model: Any, tokens: Tensor) -> bool:
     """Save the adapter, load it under another name, and compare losses."""
     base = model.get_base_model()
@@ -229,16 +257,9 @@ def main() -> None:
         p.nbytes for name, p in model.named_parameters() if ".experts." in name
     )
     weights = sum(p.nbytes for p in model.parameters() if p.device.type == device)
-    # Adapters, their gradients and AdamW's moments in BF16, as the model is.
-    with torch.device(device):
-        model = get_peft_model(
-            model, for_packed_experts(LORA), autocast_adapter_dtype=False
-        )
+    model = with_adapters(model, for_packed_experts(LORA), device, not is_small)
     use_grouped_adapters(model)
     base = model.get_base_model()
-    if not is_small:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
     if options.compile:  # inside of what is checkpointed: see docs/fine_tuning.md
         for layer in base.model.layers:
             layer.self_attn.compile()
@@ -249,25 +270,19 @@ def main() -> None:
         keep_on_host([layer.mlp for layer in base.model.layers], torch.device(device))
         for p in adapters:  # PEFT made them where the bytes are
             p.data = p.data.to(device)
-    checkpoints: Any = contextlib.nullcontext()
+    optimizer, checkpoints = None, contextlib.nullcontext()
     if options.lean:
         step_in_backward(adapters)
         checkpoints = save_on_cpu(pin_memory=device == "cuda")
     else:
         optimizer = torch.optim.AdamW(adapters, lr=1e-3, fused=True)
     tokens = torch.randint(config.vocab_size, (batch, length))
-    losses, times = [], []
-    model.train()
-    for _ in tqdm(range(options.steps), desc="steps"):
-        begin = time.perf_counter()
+
+    def forward() -> Tensor:
         with checkpoints:
-            loss = loss_of(base, tokens)
-        loss.backward()
-        if not options.lean:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-        times.append(time.perf_counter() - begin)
+            return loss_of(base, tokens)
+
+    losses, times = train(forward, optimizer, options.steps)
 
     step = sorted(times)[len(times) // 2]
     unit, size = ("MiB", 2**20) if is_small else ("GiB", 2**30)

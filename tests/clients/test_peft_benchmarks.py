@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 pytest.importorskip("peft")
 
-from benchmarks import bench_lora, lora_losses
+from benchmarks import bench_lora, finetune_peers, lora_losses
 from support.documents import ROOT
 
 
@@ -106,6 +106,32 @@ def test_losses_of_the_same_numbers(model: str, monkeypatch: pytest.MonkeyPatch)
     curves = [lora_losses.losses_of(one, options) for one in weights]
     for curve in curves:
         assert curve == pytest.approx(curves[0], rel=3e-3)
+
+
+@pytest.mark.parametrize("model", finetune_peers.ROWS)
+def test_rows_of_whole_models(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows begin with the same numbers and adapters, so they have the same losses."""
+    for package in ("matplotlib", "tqdm"):
+        pytest.importorskip(package)
+    example = importlib.import_module("finetune_experts")
+    small = example.GPT_OSS_SMALL if model == "gpt_oss_20b" else example.QWEN3_SMALL
+    monkeypatch.setitem(example.MODELS, model, (small, 0, 0))
+    sizes = ["--layers", "1", "--tokens", "16", "--steps", "3", "--device", "cpu"]
+    options = finetune_peers.parser().parse_args(sizes)
+    every = finetune_peers.ROWS[model]
+    rows, first = [], None
+    for weights in every:
+        training = finetune_peers.Training(options, model, weights)
+        adapters = [p.detach().clone() for p in training.adapters]
+        first = first or adapters
+        assert all(map(torch.equal, adapters, first))
+        rows += finetune_peers.measure(options, f"{model}: {weights}", nullcontext())
+    for row in rows:
+        assert (row["layers"], row["note"]) == ("1", "")
+        assert float(row["first loss"]) == pytest.approx(float(rows[0]["first loss"]), rel=1e-3)
+        assert float(row["last loss"]) == pytest.approx(float(rows[0]["last loss"]), rel=1e-2)
+    page = finetune_peers.page(rows, options)
+    assert all(f"| {weights} " in page for weights in every)
 
 
 @pytest.mark.parametrize("part", [1, 7, 64, 100])
