@@ -2,7 +2,7 @@
 """The process group in which rows travel."""
 
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 # NCCL's group for exchanges by the group of a mesh: all layers of a mesh share it. Names alone
 # repeat after destroy_process_group, which also ends the groups that were made here.
 _made: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
-# All processes' group whose communicators were split: torch 2.11 crashes where a process splits
-# those of another one, after destroy_process_group.
-_splits: list[ref[dist.ProcessGroup]] = []
 
 
 def exchange_group(mesh: DeviceMesh) -> str:
@@ -21,8 +18,7 @@ def exchange_group(mesh: DeviceMesh) -> str:
 
     NCCL's kernels and a persistent GEMM want the same SMs. On a stream of high priority NCCL's are
     the next to get them. That is a second communicator, of the mesh's processes alone. Groups that
-    have such streams, and those of other backends, are taken as they are. So are those of processes
-    that were bound to devices (``device_id``) once more, after ``destroy_process_group``.
+    have such streams, and those of other backends, are taken as they are.
     """
     group = mesh.get_group()
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)  # not in torch for CPUs
@@ -48,10 +44,6 @@ def exchange_group(mesh: DeviceMesh) -> str:
                 use_local_synchronization=True,
             )
         else:  # new_group would split the communicator of all processes, which have to take part
-            if not _splits:
-                _splits.append(ref(world))
-            if _splits[0]() is not world:
-                return group.group_name
             every = [list(range(len(ranks)))]
             made = dist.split_group(group, every, timeout=timeout, pg_options=options)
         _made[group] = made.group_name
