@@ -6,13 +6,11 @@ features.
 """
 
 import copy
-import gc
 import itertools
 import textwrap
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +23,6 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -54,15 +51,12 @@ from grouped_linear.parallel import (
     Dispatched,
     ExpertParallel,
     TokenDispatcher,
-    dispatchers,
-    process_group,
     symmetric_memory,
 )
 from grouped_linear.parallel.expert_parallel import DISPATCHERS
-from grouped_linear.parallel.process_group import exchange_group
 from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
 from support.compare import assert_all_same_bits, assert_same_bits, bits
-from support.devices import needs_gpu, needs_two_gpus
+from support.devices import needs_two_gpus
 from support.documents import example
 from support.layers import with_numbers_in_adapters
 from support.processes import PROCESSES, Checks, Passes, device
@@ -736,39 +730,6 @@ def check_30b(rank: int, directory: Path) -> None:
     assert parallel_30b.table(rows, {("FSDP2", "bf16"): "out of memory"}).count("\n") == 10
 
 
-def check_exchange_group(rank: int, directory: Path) -> None:
-    """Layers of a mesh share one group of high priority under NCCL; else they take the mesh's."""
-    both = mesh()
-    own_mesh = init_device_mesh(device().type, (PROCESSES, 1), mesh_dim_names=("data", "experts"))
-    for each in (both, own_mesh["experts"]):
-        first, second = (AllGather(each, E).group.name for _ in range(2))
-        assert first == second
-        backend = _resolve_process_group(first)._get_backend(device())
-        if device().type == "cpu":
-            assert first == each.get_group().group_name
-        else:
-            assert first != each.get_group().group_name
-            assert backend.options.is_high_priority_stream
-            assert (
-                backend.options._timeout == each.get_group()._get_backend(device()).options._timeout
-            )
-    if rank == 0:  # the others do not take part
-        only = DeviceMesh.from_group(own_mesh["experts"].get_group(), device().type)
-        data = [t[own(rank)] for t in tokens()]
-        alone = parallelize_module(make(), only, ExpertParallel())
-        assert_all_same_bits(step(alone, *data).values(), step(make(), *data).values())
-    if device().type == "cpu":  # gloo has no priority: another group of its all the same
-        data, expected = [t[own(rank)] for t in tokens()], spread(make())
-        other = dist.new_group(range(PROCESSES), use_local_synchronization=True).group_name
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatchers, "exchange_group", lambda mesh: other)
-            layer: Any = spread(make())
-        assert layer.dispatcher.group.name == other != expected.dispatcher.group.name
-        for model in (copy.deepcopy(layer), torch.compile(layer, fullgraph=True)):
-            want = step(expected, *data)
-            assert_all_same_bits(step(model, *data).values(), want.values())
-
-
 def check_cuda_graph(
     recipe: Recipe | None, how: dict[str, Any], rank: int, directory: Path
 ) -> None:
@@ -866,7 +827,6 @@ CHECKS: Checks = {
     "benchmark": check_benchmark,
     "training_benchmark": check_training_benchmark,
     "losses": check_losses,
-    "exchange_group": check_exchange_group,
     "30b_benchmark": check_30b,
     **{
         f"cuda_graph_{recipe}_{way}": partial(check_cuda_graph, RECIPES[recipe], how)
@@ -937,96 +897,6 @@ start wait_tensor group_quantize group_quantize grouped_scaled_mm
 group_quantize_swiglu_grad start grouped_scaled_mm_wgrad grouped_scaled_mm gather_sum
 start group_quantize grouped_scaled_mm_wgrad wait_tensor gather_sum wait_tensor""",
     )
-
-
-class FakeNCCL:
-    """What exchange_group asks of torch's ProcessGroupNCCL."""
-
-    class Options:
-        def __init__(self, is_high_priority_stream: bool = False) -> None:
-            self.is_high_priority_stream, self._timeout = is_high_priority_stream, 600
-
-    def __init__(self, name: str, high: bool = False, ranks: Sequence[int] = (2, 3)) -> None:
-        self.group_name, self.ranks, self.options = name, list(ranks), self.Options(high)
-        self.options._timeout = 60
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
-
-
-@pytest.mark.parametrize("bound", [None, torch.device("cuda", 0)])
-def test_a_group_of_high_priority(bound: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made once for a group of NCCL, of its processes alone, with its timeout."""
-    made: list[Any] = []
-
-    def make_group(*args: Any, pg_options: Any, timeout: Any, **options: Any) -> Any:
-        assert pg_options.is_high_priority_stream
-        assert timeout == pg_options._timeout == 60
-        made.append((*args, options))
-        return FakeNCCL(f"made {len(made)}")
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNCCL, raising=False)
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
-    monkeypatch.setattr(dist, "new_group", make_group)
-    monkeypatch.setattr(dist, "split_group", make_group)
-    world = SimpleNamespace(bound_device_id=bound)
-    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
-
-    def name(group: Any, kind: str = "cuda") -> str:
-        return exchange_group(SimpleNamespace(device_type=kind, get_group=lambda: group))  # type: ignore[arg-type]
-
-    # Groups have the same name after destroy_process_group.
-    first, again = FakeNCCL("0"), FakeNCCL("0")
-    assert [name(first), name(first), name(again), name(first)] == ["made 1"] * 2 + [
-        "made 2",
-        "made 1",
-    ]
-    if bound is None:
-        assert made[0] == ([2, 3], {"backend": "nccl", "use_local_synchronization": True})
-    else:
-        assert made[0] == (first, [[0, 1]], {})
-    del made[:], first  # or the record holds it
-    gc.collect()
-    assert len(process_group._made) == 1
-    for taken in (FakeNCCL("0", high=True), FakeNCCL("0", ranks=(3, 2))):
-        assert name(taken) == "0"
-    gloo = FakeNCCL("0")
-    monkeypatch.setattr(gloo, "_get_backend", lambda device: object())
-    assert name(gloo) == name(again, kind="cpu") == "0"
-    assert made == []
-
-
-@needs_gpu
-@pytest.mark.parametrize("bound", [None, torch.device("cuda", 0)])
-def test_one_gpu_by_nccl(bound: Any, tmp_path: Path) -> None:
-    """Layers share a group of high priority, copies and compiled calls too, and a new one later."""
-    device, names = torch.device("cuda", 0), []
-    mlp = GroupedMLP(E, H, F, device=device, dtype=BF16)
-    data = [t.to(device, BF16) for t in tokens()]
-    for i in range(2):
-        dist.init_process_group(
-            "nccl", f"file://{tmp_path}/{i}", rank=0, world_size=1, device_id=bound
-        )
-        try:
-            whole = init_device_mesh("cuda", (1,))
-            layers = [
-                parallelize_module(copy.deepcopy(mlp), whole, ExpertParallel(how))
-                for how in ("all_gather", "all_to_all")
-            ]
-            copied = copy.deepcopy(layers[0].dispatcher)
-            groups = {layer.dispatcher.group.name for layer in layers} | {copied.group.name}
-            assert len(groups) == 1
-            made = _resolve_process_group(*groups)
-            assert made._get_backend(device).options.is_high_priority_stream
-            names.append(made.group_name)
-            expected = step(mlp, *data)
-            for layer in (*layers, torch.compile(layers[0], fullgraph=True)):
-                assert_all_same_bits(step(layer, *data).values(), expected.values())
-            torch.cuda.synchronize()
-        finally:
-            dist.destroy_process_group()
-            torch._dynamo.reset()
-    assert len(names) == 2
 
 
 def test_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:

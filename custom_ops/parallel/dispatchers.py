@@ -31,7 +31,6 @@ from grouped_linear.parallel.exchange import (
     numbers_of,
     weights_and_experts,
 )
-from grouped_linear.parallel.process_group import exchange_group
 from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
 
 
@@ -90,7 +89,7 @@ class _StaticDispatcher(TokenDispatcher):
             )
         check_dispatch_options(name, capacity_factor, fp8, check_tokens)
         self.require(mesh.device_type)
-        self.group = Group(self.group_name(mesh), mesh.size(), mesh.get_local_rank())
+        self.group = Group(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
         self.local_experts = num_experts // mesh.size()
         self.capacity_factor, self.fp8 = capacity_factor, fp8
         self.check_tokens = check_tokens
@@ -112,10 +111,6 @@ class _StaticDispatcher(TokenDispatcher):
 
     def require(self, device_type: str) -> None:
         """Raise RuntimeError for devices on which this way does not work."""
-
-    def group_name(self, mesh: DeviceMesh) -> str:
-        """The name of the process group in which rows travel."""
-        return exchange_group(mesh)
 
     def capacity(self, count: int, processes: int = 1) -> int:
         """``ceil(capacity_factor * count / processes)``, in integers: a count may be symbolic."""
@@ -307,10 +302,6 @@ class AllToAllV(AllToAll):
     def require(self, device_type: str) -> None:
         """Raise RuntimeError on GPUs without NVSHMEM."""
         require_symmetric_memory("AllToAllV", device_type)
-
-    def group_name(self, mesh: DeviceMesh) -> str:
-        """The mesh's own: its exchange is a kernel on the current stream, not NCCL's."""
-        return mesh.get_group().group_name
 
     def exchange(self, expert_TC: Tensor) -> VariableExchange:
         """Tokens sorted by process."""
