@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from benchmarks import timing
 
-BASELINE = "bf16"
-# What a reader calls a mode, and the colours of those that are drawn: Okabe and Ito's.
+# What a reader calls a mode, and the colours of those that are drawn: Okabe and Ito's. The first of
+# a corpus' modes is what the others stand beside.
 LABELS = {
     "bf16": "BF16",
     "fp8": "FP8",
@@ -37,6 +37,7 @@ LABELS = {
 }
 RESTARTED = {f"{mode}_restarted": mode for mode in ("bf16", "fp8", "both")}
 COLOURS = {"bf16": "#56B4E9", "fp8": "#D55E00", "both": "#882255", "nudged": "#009E73"}
+COLOURS |= {"qat": "#0072B2", "qat_last": "#E69F00", "qat_after": "#CC79A7"}
 # Student's t: 97.5% lie below it with 1, 2, ... degrees of freedom.
 T_975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
@@ -128,35 +129,37 @@ def write(path: Path) -> str:
     for corpus, tokens in sorted({(row.corpus, row.tokens) for row in rows}):
         runs = runs_of([row for row in rows if (row.corpus, row.tokens) == (corpus, tokens)])
         name = f"{path.stem}_{tokens / 1e6:g}M"
+        if "bf16" not in runs:
+            name += f"_beside_{next(iter(runs))}"
         parts += [f"## {tokens / 1e6:g} M tokens a run", timing.markdown(table(runs))]
-        parts += restarts(runs)
-        if BASELINE in runs:
-            parts += [spread(runs), f"![Losses]({name}.png)"]
-            plot(runs, path.with_name(f"{name}.png"))
+        parts += [*restarts(runs), spread(runs), f"![Losses]({name}.png)"]
+        plot(runs, path.with_name(f"{name}.png"))
     text = "\n\n".join(parts) + "\n"
     path.with_suffix(".md").write_text(text)
     return text
 
 
 def differences(runs: Runs, mode: str, measure: str, relative: bool) -> Interval:
-    """Of the last row's measure from the baseline's: in percent of it, or in points of 100."""
-    found = []
+    """Of the last row's measure from the first mode's: in percent of it, or in points of 100."""
+    found, first = [], next(iter(runs.values()))
     for seed, rows in runs[mode].items():
-        if seed in runs.get(BASELINE, {}):
-            a, b = (getattr(r[-1], measure) for r in (rows, runs[BASELINE][seed]))
+        if seed in first:
+            a, b = (getattr(r[-1], measure) for r in (rows, first[seed]))
             found.append(100 * (a / b - 1) if relative else 100 * (a - b))
     return Interval.of(found) if found else Interval(math.nan, math.nan)
 
 
 def table(runs: Runs) -> list[list[str]]:
+    first = next(iter(runs))
     head = (
-        "|seeds|held-out loss|beside BF16, %|tokens right, %|points|lines right, %|points|tokens/s"
+        f"|seeds|held-out loss|beside {LABELS[first]}, %|tokens right, %|points|lines right, %|"
+        "points|tokens/s"
     )
     cells = [head.split("|")]
     for mode, of_seeds in runs.items():
         last = [rows[-1] for rows in of_seeds.values()]
         row = [LABELS[mode], str(len(last)), f"{statistics.mean(r.held_out for r in last):.4f}"]
-        beside = mode != BASELINE and BASELINE in runs
+        beside = mode != first
         row.append(str(differences(runs, mode, "held_out", True)) if beside else "")
         for measure in ("accuracy", "lines"):
             row.append(f"{100 * statistics.mean(getattr(r, measure) for r in last):.2f}")
@@ -169,13 +172,14 @@ def table(runs: Runs) -> list[list[str]]:
 
 def spread(runs: Runs) -> str:
     """A sentence on what pairing is worth, where there is a spread."""
-    last = [rows[-1].held_out for rows in runs[BASELINE].values()]
+    first = next(iter(runs))
+    last = [rows[-1].held_out for rows in runs[first].values()]
     if len(last) < 2:
         return "One seed: nothing is known of the spread."
     deviation = 100 * statistics.stdev(last) / statistics.mean(last)
     return (
-        f"± is Student's 95% interval over paired seeds. Unpaired, BF16's held-out losses of "
-        f"{len(last)} seeds have a standard deviation of {deviation:.2f}%."
+        f"± is Student's 95% interval over paired seeds. Unpaired, {LABELS[first]}'s held-out "
+        f"losses of {len(last)} seeds have a standard deviation of {deviation:.2f}%."
     )
 
 
@@ -198,12 +202,13 @@ def restarts(runs: Runs) -> list[str]:
 
 
 def plot(runs: Runs, path: Path) -> None:
-    """Training losses above; below held-out losses beside BF16's, and their intervals."""
+    """Training losses above; below held-out losses beside the first mode's, with intervals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5.4), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-    alone = len(runs[BASELINE]) == 1  # else one seed of a mode would look as sure as a mean
+    first = next(iter(runs))
+    alone = len(runs[first]) == 1  # else one seed of a mode would look as sure as a mean
     drawn = {m: r for m, r in runs.items() if m in COLOURS and (len(r) > 1 or alone)}
     for i, (mode, of_seeds) in enumerate(drawn.items()):
         label = LABELS[mode].replace("`", "")
@@ -212,7 +217,7 @@ def plot(runs: Runs, path: Path) -> None:
         millions = [row.tokens * row.step / curves[0][-1].step / 1e6 for row in curves[0]]
         means = [statistics.mean(row.loss for row in step) for step in zip(*curves, strict=True)]
         above.plot(millions, means, linewidth=3.5 - i, **look)
-        if mode == BASELINE:
+        if mode == first:
             continue
         known = [n for n, row in enumerate(curves[0]) if not math.isnan(row.held_out)]
         steps = [curves[0][n].step for n in known]
@@ -224,10 +229,10 @@ def plot(runs: Runs, path: Path) -> None:
         below.errorbar(places, [d.mean for d in apart], yerr=halves, **look)
     seeds = " to ".join(str(n) for n in sorted({len(of_seeds) for of_seeds in drawn.values()}))
     above.set(ylabel="training loss", title="One seed" if alone else f"Means of {seeds} seeds")
-    losses = [row.loss for row in next(iter(runs[BASELINE].values()))]
+    losses = [row.loss for row in next(iter(runs[first].values()))]
     above.set_ylim(0.9 * min(losses), statistics.quantiles(losses, n=20)[-1])
     below.axhline(0, color="0.5", linewidth=1)
-    below.set(xlabel="million tokens", ylabel="held-out loss\nabove BF16's, %")
+    below.set(xlabel="million tokens", ylabel=f"held-out loss\nabove {LABELS[first]}'s, %")
     above.legend(frameon=False)
     for axes in (above, below):
         axes.grid(alpha=0.3)

@@ -53,9 +53,10 @@ def test_figures_of_the_readme_are_those_that_are_printed() -> None:
     assert front_page.whole_table(front_page.steps(gpu)) in performance
     page = (ROOT / "docs" / "convergence.md").read_text()
     recorded = convergence_report.recorded(LOSSES)
-    of_page = recorded[0].corpus, 100_000_000
-    runs = convergence_report.runs_of([r for r in recorded if (r.corpus, r.tokens) == of_page])
-    assert timing.markdown(convergence_report.table(runs)) in page
+    for corpus in {row.corpus for row in recorded}:
+        of_corpus = [row for row in recorded if (row.corpus, row.tokens) == (corpus, 100_000_000)]
+        runs = convergence_report.runs_of(of_corpus)
+        assert timing.markdown(convergence_report.table(runs)) in page
     gradients = (timing.RESULTS / "gradient_error_20M_nvidia_h200.md").read_text()
     of_modes = gradients[gradients.index("|") :].split("\n\n")[0]
     assert of_modes in page
