@@ -9,7 +9,7 @@ Ours is examples/finetune_experts.py. PEFT's rows begin with the numbers of its 
 to BF16, and have its adapters, optimizer, tokens and checkpoints. They have the tables on the GPU
 and transformers' loss; "the example's loss" has its loss, and the tables on the host. Each row is a
 process of its own; one that fails says why. Peaks are torch's, of all steps. The first step, which
-compiles, is in no time. What a record says of others that were not run is kept.
+compiles, is in no time. What a record says of others stays.
 
 It needs transformers, peft, tqdm and matplotlib.
 """
@@ -49,7 +49,7 @@ NUMBERS = {
     "last loss": ".4f",
 }
 GIB = 2**30
-NOT_RUN = "## Not run here"
+OTHERS = "## Others"  # what follows it in a record stays
 
 
 def dequantize(model: Any) -> None:
@@ -184,7 +184,7 @@ def main() -> None:
     if options.write:
         stem = f"finetune_peers_{timing.slug(torch.device(options.device))}"
         path = timing.RESULTS / f"{stem}.md"
-        kept = path.read_text().partition(NOT_RUN)[1:] if path.exists() else ()
+        kept = path.read_text().partition(OTHERS)[1:] if path.exists() else ()
         path.write_text("\n".join([text, "".join(kept)]) if kept else text)
 
 

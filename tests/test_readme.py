@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import grouped_linear
-from benchmarks import convergence_report, front_page, timing
+from benchmarks import bench_lora, convergence_report, front_page, timing
 from grouped_linear import ops, parallel, recipes, te
 from support.documents import ROOT, examples
 from support.gpt_oss import write_checkpoint
@@ -21,6 +21,7 @@ from support.versions import AOTI_READS_DTYPES, skipping_for_old_transformers
 
 README = (ROOT / "README.md").read_text()
 LOSSES = timing.RESULTS / "convergence_nvidia_h200.csv"
+EXPERTS = (*bench_lora.OF_QWEN3, bench_lora.MXFP4, bench_lora.MXFP4_FP8)
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WITH_EXAMPLES = [page for page in PAGES if examples(page.read_text())]
 
@@ -61,10 +62,14 @@ def test_figures_of_the_readme_are_those_that_are_printed() -> None:
     of_modes = gradients[gradients.index("|") :].split("\n\n")[0]
     assert of_modes in page
     adapters = (ROOT / "docs" / "fine_tuning.md").read_text()
-    for model in ("", "gpt_oss_20b_"):
-        for on, by, ms, kernels, _, peak, *_ in rows_of(f"bench_lora_{model}compiled_{gpu}"):
-            row = f"| {by} | {ms} | {kernels} | {peak} |"
-            assert on != "attention and experts" or row in adapters
+    for model, record in {"Qwen3-30B-A3B": "", "GPT-OSS-20B": "gpt_oss_20b_"}.items():
+        rows = rows_of(f"bench_lora_{record}compiled_{gpu}")
+        by_weights = {row[1]: row for row in rows if row[0] == "attention and experts"}
+        for title, i in {f"{model}, ms": 2, "GiB at the peak": 5}.items():
+            cells = [by_weights[w][i] if w in by_weights else "" for w in EXPERTS]
+            assert f"| {title} | {' | '.join(cells)} |".replace("  ", " ") in adapters
+    for _, layers, by, ms, _, _, peak, *_ in rows_of(f"finetune_peers_{gpu}"):
+        assert not layers.isdigit() or f"| {by} | {ms} | {peak} |" in adapters
     found = [rows_of(f"bench_expert_layer_{part}nvidia_h100_80gb_hbm3") for part in ("", "narrow_")]
     layers = {tuple(row[:2]): row[2:] for rows in found for row in reversed(rows)}
     names = [layer for layer in front_page.LAYERS if "Sonic" not in layer]
