@@ -35,9 +35,10 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 OURS_FP8, OURS_MXFP4 = "ours, FP8", "ours, MXFP4"
 PEFT, PEFT_LOSS = "PEFT, BF16", "PEFT, BF16, the example's loss"
+COMPILED = ", compiled"
 ROWS = {
-    "gpt_oss_20b": (OURS_MXFP4, PEFT, PEFT_LOSS),
-    "qwen3_30b": (OURS_FP8, OURS_MXFP4, PEFT),
+    "gpt_oss_20b": (OURS_MXFP4, OURS_MXFP4 + COMPILED, PEFT, PEFT_LOSS),
+    "qwen3_30b": (OURS_FP8, OURS_FP8 + COMPILED, OURS_MXFP4, OURS_MXFP4 + COMPILED, PEFT),
 }
 NUMBERS = {
     "step, ms": ".0f",
@@ -79,6 +80,8 @@ class Training:
 
         from grouped_linear.integrations.peft import for_packed_experts, use_grouped_adapters
 
+        is_compiled = weights.endswith(COMPILED)
+        weights = weights.removesuffix(COMPILED)
         is_ours = weights in (OURS_FP8, OURS_MXFP4)
         device, config = options.device, copy.deepcopy(example.MODELS[name][0])
         config.num_hidden_layers = options.layers or config.num_hidden_layers
@@ -100,6 +103,8 @@ class Training:
         self.model = example.with_adapters(model, lora, device, checkpoint=True)
         if is_ours:
             use_grouped_adapters(self.model)
+        if is_compiled:
+            example.compile_layers(model)
         self.adapters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.adapters, lr=1e-3, fused=True)
         torch.manual_seed(2)
@@ -149,11 +154,11 @@ def page(rows: list[dict[str, str]], options: argparse.Namespace) -> str:
     notes = [f"- {row['model']}, {row['experts']}: {row['note']}.\n" for row in rows if row["note"]]
     about = (
         f"{options.batch} x {options.tokens} tokens, LoRA of rank 16 on attention and all experts, "
-        "layers checkpointed, eager, adapters and AdamW in BF16, random weights. PEFT's experts "
-        "have the numbers of ours in MXFP4 (GPT-OSS) or FP8 (Qwen3), and compute by transformers' "
-        "grouped_mm. Ours, and PEFT with the example's loss, have embedding and head on the host. "
-        "A step is the median of all but the first; losses are of the first and the last of "
-        f"{options.steps}, on the same tokens. {packages()}."
+        "layers checkpointed, adapters and AdamW in BF16, random weights. PEFT's experts have the "
+        "numbers of ours in MXFP4 (GPT-OSS) or FP8 (Qwen3), and compute by transformers' "
+        "grouped_mm. Compiled are attention and experts. Ours, and PEFT with the example's loss, "
+        "have embedding and head on the host. A step is the median of all but the first; losses "
+        f"are of the first and the last of {options.steps}, on the same tokens. {packages()}."
     )
     title, device = "Fine-tuning whole models, beside others", torch.device(options.device)
     text = timing.page(title, about, "finetune_peers", device, timing.markdown(table))

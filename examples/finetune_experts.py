@@ -201,6 +201,13 @@ def with_adapters(model: Any, lora: LoraConfig, device: str, checkpoint: bool) -
     return model.train()
 
 
+def compile_layers(model: Any) -> None:
+    """Compile inside of what is checkpointed: see docs/fine_tuning.md."""
+    for layer in model.model.layers:
+        layer.self_attn.compile()
+        layer.mlp.forward = torch.compile(layer.mlp.forward)
+
+
 def train(
     forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer | None, steps: int
 ) -> tuple[list[float], list[float]]:
@@ -260,11 +267,8 @@ def main() -> None:
     model = with_adapters(model, for_packed_experts(LORA), device, not is_small)
     use_grouped_adapters(model)
     base = model.get_base_model()
-    if options.compile:  # inside of what is checkpointed: see docs/fine_tuning.md
-        for layer in base.model.layers:
-            layer.self_attn.compile()
-            layer.mlp.forward = torch.compile(layer.mlp.forward)
-
+    if options.compile:
+        compile_layers(base)
     adapters = [p for p in model.parameters() if p.requires_grad]
     if options.host:
         keep_on_host([layer.mlp for layer in base.model.layers], torch.device(device))
