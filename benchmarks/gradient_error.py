@@ -119,16 +119,16 @@ def home_from(processes: int, fp8: bool) -> Iterator[None]:
     """Sum a token's rows first in each of so many processes, and round each sum; 0: each row."""
     combine = ChosenRows.combine
 
-    def combine_at_home(rows: ChosenRows, y_RH: Tensor, weight_TC: Tensor | None) -> Tensor:
-        E, (T, C) = len(rows.offs), rows.row.shape
+    def combine_at_home(self: ChosenRows, y_RH: Tensor, weight_TC: Tensor | None) -> Tensor:
+        E, (T, C) = len(self.offs), self.row.shape
         if processes:  # whose experts lie side by side
-            place_TC = torch.searchsorted(rows.offs, rows.row, right=True) * processes // E
+            place_TC = torch.searchsorted(self.offs, self.row, right=True) * processes // E
         else:
             place_TC = torch.arange(C, device=y_RH.device).expand(T, C)
-        weight_TC = torch.ones_like(rows.row).float() if weight_TC is None else weight_TC
+        weight_TC = torch.ones_like(self.row).float() if weight_TC is None else weight_TC
         total_TH = torch.zeros_like(y_RH[:1], dtype=torch.float32)
         for place in range(processes or C):
-            sum_TH = sum_of_rows(y_RH, rows.row, weight_TC * (place_TC == place), rows.offs)
+            sum_TH = sum_of_rows(y_RH, self.row, weight_TC * (place_TC == place), self.offs)
             total_TH = total_TH + (in_e4m3(sum_TH) if fp8 else sum_TH)
         return total_TH.to(y_RH.dtype)
 
