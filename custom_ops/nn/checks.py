@@ -146,9 +146,15 @@ def check_device(op: str, name: str, t: Tensor | None, x: Tensor) -> None:
 
 
 def check_tensor(op: str, name: str, value: Any) -> None:
-    """Raise TypeError for a DTensor and for anything but a tensor, such as a numpy array."""
+    """Raise TypeError for a DTensor, a tensor that is not dense, and anything but a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    if value.layout != torch.strided or value.is_nested:
+        got = "a nested one" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(
+            f"{op}: {name} must be a dense tensor, got {got}: pass a nested tensor's values(), or "
+            "a sparse one's to_dense()"
+        )
     if is_dtensor(value):
         raise TypeError(
             f"{op}: {name} is a DTensor, and a layer computes with the tensors of one process: "
