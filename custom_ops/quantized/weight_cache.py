@@ -35,7 +35,8 @@ class WeightCache(nn.Module):
 
     _numbers: Any
     _cold_writes: int
-    _source: "tuple[tuple[int, int | None], ...] | None"
+    _source: "_Source"  # which weight filled it, where that is known
+    _filling: "tuple[int, _Source] | None"  # the writes before a call that fills it, and its weight
 
     def __init__(self, recipe: Recipe, E: int, N: int, K: int, device: Device) -> None:
         super().__init__()
@@ -93,12 +94,16 @@ class WeightCache(nn.Module):
                 f"{layer}: is_first_microbatch=False reads the weight cache, which holds no "
                 "weight yet, or none since parameters were loaded, drawn or moved: call with True"
             )
+        # A call that raised before it quantized the weight has filled nothing.
+        if self._filling is not None and self._filling[0] != self._writes:
+            self._source = self._filling[1]
+        self._filling = None
         if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
             # The graph fills it, or may: from now on the host cannot know from what.
             self._in_graphs, self._source = True, None
         elif first is not False:
             known = first is True and not self._in_graphs
-            self._source = _identity(weights) if known else None
+            self._filling = self._writes, _identity(weights) if known else None
         elif self._source not in (None, _identity(weights)):
             is_same = [number for number, _ in self._source or ()] == [id(w) for w in weights]
             changed = "was written since, as by an optimizer"
@@ -117,7 +122,7 @@ class WeightCache(nn.Module):
 
     def reset(self) -> None:
         """Make the cache cold."""
-        self._source = None
+        self._source = self._filling = None
         poisoned = (self.values, self.columnwise) if self.scale is None else (self.scale,)
         for t in poisoned:
             if t is not None:
@@ -167,6 +172,10 @@ class WeightCache(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         with torch.no_grad():
             self.reset()
+
+
+#: Which tensors a weight is, and how often each was written.
+_Source = tuple[tuple[int, int | None], ...] | None
 
 
 def _identity(weights: WeightList) -> tuple[tuple[int, int | None], ...]:
