@@ -263,10 +263,9 @@ def check_choices(
     op: str, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor, max_rows: int | None
 ) -> None:
     """Check the routing in the caller's words, or what a dispatcher returned."""
-    check_tensor(op, "top_k_weights", top_k_weights)
-    check_tensor(op, "top_k_index", top_k_index)
-    check_device(op, "top_k_weights", top_k_weights, x)
-    check_device(op, "top_k_index", top_k_index, x)
+    for name, t in (("top_k_weights", top_k_weights), ("top_k_index", top_k_index)):
+        check_tensor(op, name, t)
+        check_device(op, name, t, x)
     _check_factors(op, "top_k_weights", top_k_weights)
     if any(t.dim() == 0 or t.size(-1) == 0 for t in (top_k_weights, top_k_index)):
         raise RuntimeError(

@@ -35,8 +35,8 @@ class WeightCache(nn.Module):
 
     _numbers: Any
     _cold_writes: int
-    _source: "_Source"  # which weight filled it, where that is known
-    _filling: "tuple[int, _Source] | None"  # the writes before a call that fills it, and its weight
+    _source: "tuple[tuple[int, int | None], ...] | None"
+    _filling: Any  # the writes before a call that fills it, and the source that it then has
 
     def __init__(self, recipe: Recipe, E: int, N: int, K: int, device: Device) -> None:
         super().__init__()
@@ -172,10 +172,6 @@ class WeightCache(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         with torch.no_grad():
             self.reset()
-
-
-#: Which tensors a weight is, and how often each was written.
-_Source = tuple[tuple[int, int | None], ...] | None
 
 
 def _identity(weights: WeightList) -> tuple[tuple[int, int | None], ...]:
