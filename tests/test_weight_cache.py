@@ -350,6 +350,22 @@ def test_reads_no_other_weight_than_it_was_filled_from(make: Make, recipe: Recip
         assert_same_bits(layer(x, m_splits, False), y)
 
 
+def test_a_tensor_that_has_the_place_of_a_dead_one() -> None:
+    """Python gives a new object the id of a dead one, as of a weight that a call substitutes."""
+    layer, (x, m_splits) = make_layer(QUANTIZING["block"]), inputs()
+    ids = set()
+    for factor in range(2, 22):
+        weight = layer.weight.detach() * factor
+        ids.add(id(weight))
+        if factor % 2 == 0:
+            functional_call(layer, {"weight": weight}, (x, m_splits, True))
+        else:
+            with pytest.raises(RuntimeError, match="is another tensor in this call"):
+                functional_call(layer, {"weight": weight}, (x, m_splits, False))
+        del weight
+    assert len(ids) < 20  # or the test shows nothing
+
+
 @FLAGS
 @EVERY_LAYER_AND_RECIPE
 def test_a_call_that_raised_has_filled_nothing(make: Make, recipe: Recipe, flag: Any) -> None:

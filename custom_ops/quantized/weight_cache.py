@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from grouped_linear.recipes import Recipe
 from grouped_linear.recipes.format import Device, WeightList
@@ -35,7 +36,7 @@ class WeightCache(nn.Module):
 
     _numbers: Any
     _cold_writes: int
-    _source: "tuple[tuple[int, int | None], ...] | None"
+    _source: Any  # of each weight that filled it a weak reference and its writes, where known
     _filling: Any  # the writes before a call that fills it, and the source that it then has
 
     def __init__(self, recipe: Recipe, E: int, N: int, K: int, device: Device) -> None:
@@ -103,11 +104,16 @@ class WeightCache(nn.Module):
             self._in_graphs, self._source = True, None
         elif first is not False:
             known = first is True and not self._in_graphs
-            self._filling = self._writes, _identity(weights) if known else None
-        elif self._source not in (None, _identity(weights)):
-            is_same = [number for number, _ in self._source or ()] == [id(w) for w in weights]
-            changed = "was written since, as by an optimizer"
-            was = changed if is_same else "is another tensor in this call"
+            source = tuple((TensorWeakRef(w), _count(w)) for w in weights)
+            self._filling = self._writes, source if known else None
+        elif self._source is not None:
+            known_and_given = list(zip(self._source, weights, strict=True))
+            if not all(ref() is w for (ref, _), w in known_and_given):
+                was = "is another tensor in this call"
+            elif any(count != _count(w) for (_, count), w in known_and_given):
+                was = "was written since, as by an optimizer"
+            else:
+                return tensors
             raise RuntimeError(
                 f"{layer}: is_first_microbatch=False reads the weight cache, and the weight that "
                 f"filled it {was}: call with True"
@@ -135,7 +141,8 @@ class WeightCache(nn.Module):
         An empty tensor has their device, as ``torch.load`` maps it.
         """
         sizes = tuple(self.quantized_weight().stand_in.shape)
-        return vars(self) | {"_numbers": (sizes, torch.empty(0, device=self.values.device))}
+        there = torch.empty(0, device=self.values.device)
+        return vars(self) | {"_numbers": (sizes, there), "_source": None, "_filling": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or a pickle, cold: it belongs to another parameter."""
@@ -174,6 +181,6 @@ class WeightCache(nn.Module):
             self.reset()
 
 
-def _identity(weights: WeightList) -> tuple[tuple[int, int | None], ...]:
-    """Which tensors these are, and how often they were written, where that is counted."""
-    return tuple((id(w), None if w.is_inference() else w._version) for w in weights)
+def _count(w: Tensor) -> int | None:
+    """How often a tensor was written, where that is counted."""
+    return None if w.is_inference() else w._version
