@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
 
 from grouped_linear.recipes import Recipe
 from grouped_linear.recipes.format import Device, WeightList
@@ -36,7 +35,7 @@ class WeightCache(nn.Module):
 
     _numbers: Any
     _cold_writes: int
-    _source: Any  # of each weight that filled it a weak reference and its writes, where known
+    _source: Any  # each parameter that filled it, or None for another tensor, with its writes
     _filling: Any  # the writes before a call that fills it, and the source that it then has
 
     def __init__(self, recipe: Recipe, E: int, N: int, K: int, device: Device) -> None:
@@ -104,13 +103,15 @@ class WeightCache(nn.Module):
             self._in_graphs, self._source = True, None
         elif first is not False:
             known = first is True and not self._in_graphs
-            source = tuple((TensorWeakRef(w), _count(w)) for w in weights)
+            # Not their ids, which others get after them. No weak references: torch swaps no tensors
+            # that have some. Others than parameters live for a call, with their memory and graph.
+            source = tuple((w if isinstance(w, nn.Parameter) else None, _count(w)) for w in weights)
             self._filling = self._writes, source if known else None
         elif self._source is not None:
-            known_and_given = list(zip(self._source, weights, strict=True))
-            if not all(ref() is w for (ref, _), w in known_and_given):
+            pairs = list(zip(self._source, weights, strict=True))
+            if not all(filled is w for (filled, _), w in pairs):
                 was = "is another tensor in this call"
-            elif any(count != _count(w) for (_, count), w in known_and_given):
+            elif any(count != _count(w) for (_, count), w in pairs):
                 was = "was written since, as by an optimizer"
             else:
                 return tensors
