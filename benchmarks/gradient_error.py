@@ -3,6 +3,7 @@
 
     python -m benchmarks.gradient_error
     python -m benchmarks.gradient_error --tokens 1e6   # early in training
+    python -m benchmarks.gradient_error --modes bf16 fp8 --home 4 0  # if rows came home in FP8
 
 The model of benchmarks.convergence learns in BF16. Then every mode computes the gradients of the
 same batches from the same weights, and so does float32. Losses of many runs differ by chance, these
@@ -12,11 +13,17 @@ differences do not. With batches b = 1 ... B, a mode's gradients g_b and float32
     of the mean = |sum (g_b - r_b)| / |sum r_b|
 
 Rounding that is random vanishes from a mean of many batches; what leans to one side stays in it.
+
+`--home D` has each mode again with its experts on D processes, whose sums of a token's rows come
+home in 16 bits, as they do, and in e4m3: outputs in the forward, gradients of x in the backward.
+One process computes it all. With D = 0 each expert's row comes home by itself.
 """
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice, product
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -28,6 +35,8 @@ from benchmarks import timing
 from benchmarks.convergence import MODES, SCALES, Learner, Scale, Training, new_model
 from benchmarks.convergence_report import LABELS
 from benchmarks.python_source import Corpus, corpus
+from grouped_linear import ops
+from grouped_linear.autograd.routing import ChosenRows, sum_of_rows
 from grouped_linear.contrib import watch
 
 LEARNS_IN = "bf16"
@@ -35,7 +44,6 @@ COMPARED = (
     *("bf16", "fp8", "bf16_wgrad", "bf16_input", "bf16_weight", "bf16_grad_output"),
     *("e5m2_grad_output", "bf16_ends"),
 )
-EXPERTS = ".mlp.experts."
 Gradients = dict[str, Tensor]
 
 
@@ -97,6 +105,40 @@ def distances(of_batches: Iterable[Gradients], exact: Exact) -> list[Distance]:
     ]
 
 
+def in_e4m3(rows_TH: Tensor) -> Tensor:
+    """Each 128 features of a row by a power of two to e4m3, and back."""
+    offs_1 = torch.full((1,), len(rows_TH), dtype=torch.int32, device=rows_TH.device)
+    q, scale, *_ = ops.group_quantize(rows_TH, offs_1)
+    assert q is not None
+    assert scale is not None
+    return ops.group_dequantize(q, scale, offs_1, rows_TH.dtype)
+
+
+@contextmanager
+def home_from(processes: int, fp8: bool) -> Iterator[None]:
+    """Sum a token's rows first in each of so many processes, and round each sum; 0: each row."""
+    combine = ChosenRows.combine
+
+    def combine_at_home(self: ChosenRows, y_RH: Tensor, weight_TC: Tensor | None) -> Tensor:
+        E, (T, C) = len(self.offs), self.row.shape
+        if processes:  # whose experts lie side by side
+            place_TC = torch.searchsorted(self.offs, self.row, right=True) * processes // E
+        else:
+            place_TC = torch.arange(C, device=y_RH.device).expand(T, C)
+        weight_TC = torch.ones_like(self.row).float() if weight_TC is None else weight_TC
+        total_TH = torch.zeros_like(y_RH[:1], dtype=torch.float32)
+        for place in range(processes or C):
+            sum_TH = sum_of_rows(y_RH, self.row, weight_TC * (place_TC == place), self.offs)
+            total_TH = total_TH + (in_e4m3(sum_TH) if fp8 else sum_TH)
+        return total_TH.to(y_RH.dtype)
+
+    ChosenRows.combine = combine_at_home  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ChosenRows.combine = combine  # type: ignore[method-assign]
+
+
 def noise(exact: Exact) -> list[Distance]:
     """From the mean of all possible batches, estimated by these."""
     B, found = len(exact.of_batches), []
@@ -137,19 +179,18 @@ def counts(training: Training, ids_BS: Tensor) -> list[list[str]]:
     return cells
 
 
-def measure(options: argparse.Namespace, data: Corpus, device: torch.device) -> str:
+def measure(options: argparse.Namespace, scale: Scale, data: Corpus, device: torch.device) -> str:
     """Two tables: gradients by mode, and what FP8 does to operands."""
-    scale, tokens = SCALES[options.scale], int(options.tokens)
+    tokens = int(options.tokens)
     learner = Training(LEARNS_IN, scale, device, data, options.compile)
     learner.run(0, tokens)
     weights = {name: p.detach().clone() for name, p in learner.model.state_dict().items()}
     # Of another order than the run's, and pieces of the training text: what a step would read.
     batches = list(islice(learner.batches(1, options.batches), options.batches))
     names = [name for name, _ in learner.model.named_parameters()]
-    parts = {
-        "experts": [name for name in names if EXPERTS in name],
-        "everything else": [name for name in names if EXPERTS not in name],
-    }
+    parts = {part: [name for name in names if f".{part}" in name] for part in options.parts}
+    found = {name for part in parts.values() for name in part}
+    parts["everything else"] = [name for name in names if name not in found]
     del learner
     exact = Exact.of(exact_gradients(scale, weights, batches), parts)
     measures = [f"{part}: {of}" for part in parts for of in ("of a batch, %", "of the mean, %")]
@@ -164,6 +205,11 @@ def measure(options: argparse.Namespace, data: Corpus, device: torch.device) -> 
         training = Training(mode, scale, device, data, compiled=False)
         training.model.load_state_dict(weights)
         add(LABELS[mode], distances(gradients(training.forward, batches), exact))
+        for D, fp8 in product(options.home, (False, True)):
+            of = f"{D} processes" if D else "each row"
+            with home_from(D, fp8):
+                given = distances(gradients(training.forward, batches), exact)
+            add(f"{LABELS[mode]}; {of}, {'e4m3' if fp8 else '16 bits'}", given)
         if mode == "fp8":
             operands = counts(training, batches[0])
         del training
@@ -176,9 +222,12 @@ def main(arguments: list[str] | None = None) -> None:
     )
     option = parser.add_argument
     option("--modes", nargs="+", choices=MODES, default=COMPARED)
+    option("--home", nargs="*", type=int, default=[], help="numbers of processes; 0: each row")
+    option("--parts", nargs="*", default=["experts"], help="of parameters, by their names")
     option("--tokens", type=float, default=20e6, help="that the model learns from (default: 20e6)")
     option("--batches", type=int, default=16)
     option("--scale", choices=SCALES, default="small")
+    option("--size", nargs="*", default=[], help="another size of the model, as hidden_size=2048")
     option("--text", type=int, help="characters of the corpus (default: all)")
     option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     option("--compile", action=argparse.BooleanOptionalAction, default=True)
@@ -186,8 +235,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     scale = SCALES[options.scale]
+    other_sizes = {name: int(size) for name, size in (o.split("=") for o in options.size)}
+    scale = replace(scale, sizes=scale.sizes | other_sizes)
     data = corpus(scale.sizes["vocab_size"], options.text or scale.text)
-    tables = measure(options, data, device)
+    tables = measure(options, scale, data, device)
     about = (
         f"After {options.tokens / 1e6:g} M tokens in BF16: the distance of each mode's gradients "
         f"from float32's, over {options.batches} batches of {scale.batch} x {scale.context} "

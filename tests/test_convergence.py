@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from benchmarks import convergence, gradient_error, python_source
 from benchmarks.convergence_report import LABELS, Interval, Record, recorded, runs_of, table
+from grouped_linear import grouped_mlp
 from support.programs import write_programs
 
 pytest.importorskip("transformers", minversion="5.23")
@@ -245,3 +247,27 @@ def test_distances_of_gradients() -> None:
     either = [{"w": e["w"] + 0.1 * (-1) ** b} for b, e in enumerate(batches)]
     (fair,) = gradient_error.distances(either, exact)
     assert fair == pytest.approx((0.1 / math.sqrt(5), 0), rel=0.01, abs=1e-5)
+
+
+def test_rows_home_in_e4m3_add_its_error_to_outputs_and_to_the_gradient_of_x() -> None:
+    torch.manual_seed(0)
+    x, d_y = torch.randn(64, 256), torch.randn(64, 256)
+    w1, w2 = torch.randn(8, 256, 256) / 16, torch.randn(8, 256, 128) / 11
+    weights, chosen = torch.randn(64, 8).softmax(-1).topk(4)
+
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in (x, w1, w2)]
+        y = grouped_mlp(leaves[0], weights, chosen, *leaves[1:])
+        return [y.detach(), *torch.autograd.grad(y, leaves, d_y.to(dtype))]
+
+    exact, today = results(torch.float32), results(torch.bfloat16)
+    for processes in (0, 2):
+        with gradient_error.home_from(processes, fp8=False):
+            in_bf16 = results(torch.bfloat16)
+        with gradient_error.home_from(processes, fp8=True):
+            in_e4m3 = results(torch.bfloat16)
+        for i in (0, 1):  # y and the gradient of x
+            assert_close(in_bf16[i], today[i], rtol=2**-6, atol=2**-6)
+            error = (in_e4m3[i] - exact[i]).norm() / exact[i].norm()
+            assert error == pytest.approx(0.0265, rel=0.1)  # e4m3's of normal numbers
+        assert all(map(torch.equal, in_e4m3[2:], today[2:]))  # the backward reads no y

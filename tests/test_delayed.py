@@ -150,6 +150,10 @@ def test_one_op_updates_a_whole_model() -> None:
     with Calls() as calls:
         update_scales(GroupedLinear(E, K, N, recipe=Float8BlockScaling()))
     assert not calls.counts
+    with pytest.raises(
+        TypeError, match=r"^update_scales: model must be a torch.nn.Module, got \[G"
+    ):
+        update_scales([layer()])  # type: ignore[arg-type]
 
 
 def test_scales_stay_float32() -> None:

@@ -640,7 +640,12 @@ def check_refused(rank: int, directory: Path) -> None:
     mlp = make()
     with pytest.raises(ValueError, match="dispatch must return a TokenDispatcher, got int"):
         parallelize_module(mlp, mesh(), ExpertParallel(lambda mesh, E: E))  # type: ignore[arg-type, return-value]
+    both = init_device_mesh(device().type, (PROCESSES, 1), mesh_dim_names=("data", "experts"))
+    with pytest.raises(ValueError, match="ExpertParallel: mesh must have one dimension, got 2"):
+        ExpertParallel(OwnDispatcher)._apply(mlp, both)
     assert mlp.dispatcher is None
+    with pytest.raises(ValueError, match=f"ExpertParallel: num_experts {multiple}"):
+        parallelize_module(GroupedMLP(3, H, F), mesh(), ExpertParallel(OwnDispatcher))
     for wrong in (4.0, True, -4, 0):
         with pytest.raises(ValueError, match="AllToAll: num_experts must be a positive integer"):
             AllToAll(mesh(), wrong)  # type: ignore[arg-type]

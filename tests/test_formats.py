@@ -415,11 +415,23 @@ def in_place(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Tensor:
     return t.mul_(64).round_().div_(64)
 
 
-@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
-def test_a_function_that_writes_its_argument(role: str) -> None:
-    """It is refused; a compiled layer and inference hand it a copy."""
-    name = f"Recipe: {role}: in_place has written its argument in place"
-    recipe, right = (Recipe(**{role: Format(quantize=f)}) for f in (in_place, to_64ths))
+def sizes_in_place(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Tensor:
+    if offs_E is not None:
+        offs_E[1:] -= offs_E[:-1].clone()
+    return to_64ths(t, offs_E, layouts)
+
+
+@pytest.mark.parametrize(
+    ("role", "wrong"),
+    [
+        *((role, in_place) for role in ("input", "weight", "grad_output")),
+        *((role, sizes_in_place) for role in ("input", "grad_output")),
+    ],
+)
+def test_a_function_that_writes_an_argument(role: str, wrong: Any) -> None:
+    """It is refused; a compiled layer and inference hand it copies."""
+    name = f"Recipe: {role}: {wrong.__name__} has written its argument in place"
+    recipe, right = (Recipe(**{role: Format(quantize=f)}) for f in (wrong, to_64ths))
     if role == "weight":
         with pytest.raises(RuntimeError, match=name):
             layer_of(recipe, weights="both")

@@ -167,6 +167,9 @@ def test_errors() -> None:
         with pytest.raises((ValueError, RuntimeError)) as error:
             case()
         sentences.append(str(error.value))
+    with pytest.raises(KeyError, match="attribute 'forward' already exists"):
+        layer.freeze("forward", other, Float8BlockScaling())
+    assert layer.frozen_weight("forward") is None
     assert_same_state(layer, before)
     assert_expected_inline(
         "\n".join(sentences),

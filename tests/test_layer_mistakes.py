@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch import Tensor
 
 from grouped_linear import (
     DelayedScaling,
@@ -28,7 +29,7 @@ from grouped_linear import (
 )
 from grouped_linear.contrib import fake_quantize, watch
 from grouped_linear.nn.lora import LoraWeights
-from grouped_linear.parallel import ExpertParallel
+from grouped_linear.parallel import Dispatched, ExpertParallel, TokenDispatcher
 from support.compare import assert_same_bits
 from support.errors import said
 from support.layers import linear_of
@@ -298,3 +299,64 @@ def test_numbers_of_numpy() -> None:
         results.append(layer(torch.ones(5, K), torch.ones(5, 1), torch.zeros(5, 1).long()))
     for y in results[1:]:
         assert_same_bits(y, results[0])
+
+
+class Own(TokenDispatcher):
+    """One process; each function changes what a method returns."""
+
+    def __init__(self, dispatched: Any = lambda d: d, combined: Any = lambda y: y) -> None:
+        super().__init__()
+        self.dispatched, self.combined = dispatched, combined
+
+    def dispatch(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Any:
+        return self.dispatched(Dispatched(x, top_k_weights, top_k_index))
+
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Any:
+        return self.combined(y)
+
+
+def test_of_a_dispatcher() -> None:
+    """What its methods return is checked as what a caller gives, before an op reads it."""
+    mlp = GroupedMLP(2, K, N)
+    x, weights, chosen = torch.randn(5, K), torch.rand(5, 2), torch.zeros(5, 2).long()
+    right = mlp(x, weights, chosen)
+    mistakes = [
+        Own(lambda d: None),
+        Own(lambda d: tuple(d)[:3]),
+        Own(lambda d: d._replace(x=d.x[:3])),
+        Own(lambda d: d._replace(x=d.x[:, :8])),
+        Own(lambda d: d._replace(x=d.x.to(BF16))),
+        Own(lambda d: d._replace(x=d.x.to("meta"))),
+        Own(lambda d: d._replace(top_k_weights=d.top_k_weights[:, :1])),
+        Own(lambda d: d._replace(top_k_weights=d.top_k_weights.int())),
+        Own(lambda d: d._replace(top_k_index=d.top_k_index.short())),
+        Own(lambda d: d._replace(max_rows=-1)),
+        Own(lambda d: d._replace(max_rows=2.5)),
+        Own(combined=lambda y: None),
+        Own(combined=lambda y: y[:3]),
+        TokenDispatcher(),
+    ]
+
+    def call(dispatcher: TokenDispatcher) -> Any:
+        mlp.dispatcher = dispatcher
+        return mlp(x, weights, chosen)
+
+    assert_same_bits(call(Own()), right)
+    assert_expected_inline(
+        said([partial(call, mistake) for mistake in mistakes]),
+        """\
+TypeError: Own.dispatch must return a Dispatched, got NoneType
+TypeError: Own.dispatch must return a Dispatched, got tuple
+RuntimeError: Own.dispatch: x [..., H], top_k_weights [..., C] and top_k_index [..., C] differ in their tokens: [3, 16], [5, 2], [5, 2]
+RuntimeError: Own.dispatch: x must be [S, 16] float32 on cpu, as the tokens that it was given, got [5, 8] float32 on cpu
+RuntimeError: Own.dispatch: x must be [S, 16] float32 on cpu, as the tokens that it was given, got [5, 16] bfloat16 on cpu
+RuntimeError: Own.dispatch: x must be [S, 16] float32 on cpu, as the tokens that it was given, got [5, 16] float32 on meta
+RuntimeError: Own.dispatch: C differs: top_k_weights has 1, top_k_index 2
+RuntimeError: Own.dispatch: top_k_weights must be floating, of 16 bits or more, got int32
+RuntimeError: Own.dispatch: top_k_index must be int32 or int64, got int16
+ValueError: Own.dispatch: max_rows must not be negative, got -1
+ValueError: Own.dispatch: max_rows must be None or an integer, got 2.5
+TypeError: Own.combine: the result must be a tensor, got NoneType
+RuntimeError: Own.combine must return [5, 16], got [3, 16]
+NotImplementedError: TokenDispatcher has no dispatch""",  # noqa: E501
+    )

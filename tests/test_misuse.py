@@ -264,6 +264,41 @@ DelayedScalingState: num_groups must be an integer from 1 to 1024, got 0""",
     assert recipe(x, m_splits).shape == (5, 32)
 
 
+@pytest.mark.parametrize("kind", ["sparse", "csr", "nested", "jagged"])
+def test_tensors_that_are_not_dense(kind: str) -> None:
+    """Each argument is named: torch would speak of its own internals, or of a backend of an op."""
+
+    def other(t: Tensor) -> Tensor:
+        if kind in ("nested", "jagged"):
+            layout = torch.jagged if kind == "jagged" else torch.strided
+            return torch.nested.nested_tensor([t, t], layout=layout)
+        return t.to_sparse() if kind == "sparse" else t.to_sparse_csr()
+
+    x, w = torch.randn(5, 16), torch.randn(2, 32, 16)
+    weights, chosen, sizes = torch.ones(5, 1), torch.zeros(5, 1).long(), torch.tensor([2, 3])
+    gate_up, down, of_rows = torch.randn(2, 64, 16), torch.randn(2, 16, 32), torch.ones(5)
+    calls: list[tuple[Any, list[str], list[Tensor]]] = [
+        (grouped_linear, ["x", "weight", "m_splits", "bias"], [x, w, sizes, torch.ones(2, 32)]),
+        (
+            grouped_mlp,
+            ["x", "top_k_weights", "top_k_index", "gate_up_proj", "down_proj"],
+            [x, weights, chosen, gate_up, down],
+        ),
+        (
+            grouped_mlp_sorted,
+            ["x", "m_splits", "gate_up_proj", "down_proj", "row_weights"],
+            [x, sizes, gate_up, down, of_rows],
+        ),
+    ]
+    for call, names, given in calls:
+        for i, name in enumerate(names):
+            if kind == "csr" and given[i].dim() != 2:
+                continue
+            changed = [*given[:i], other(given[i]), *given[i + 1 :]]
+            with pytest.raises(TypeError, match=f"^{call.__name__}: {name} must be a dense tensor"):
+                call(*changed)
+
+
 RECIPES = (None, Float8BlockScaling(), Float8CurrentScaling(), MXFP8BlockScaling())
 
 

@@ -350,6 +350,42 @@ def test_reads_no_other_weight_than_it_was_filled_from(make: Make, recipe: Recip
         assert_same_bits(layer(x, m_splits, False), y)
 
 
+@pytest.mark.parametrize("kind", [nn.Parameter, Tensor.clone])
+def test_a_tensor_that_has_the_place_of_a_dead_one(kind: Any) -> None:
+    """Python gives a new object the id of a dead one, as of a weight that a call substitutes."""
+    layer, (x, m_splits) = make_layer(QUANTIZING["block"]), inputs()
+    ids = set()
+    for factor in range(2, 22):
+        weight = kind(layer.weight.detach() * factor)
+        ids.add(id(weight))
+        if factor % 2 == 0:
+            functional_call(layer, {"weight": weight}, (x, m_splits, True))
+        else:
+            with pytest.raises(RuntimeError, match="is another tensor in this call"):
+                functional_call(layer, {"weight": weight}, (x, m_splits, False))
+        del weight
+    assert kind is nn.Parameter or len(ids) < 20  # or the test shows nothing
+
+
+@FLAGS
+@EVERY_LAYER_AND_RECIPE
+def test_a_call_that_raised_has_filled_nothing(make: Make, recipe: Recipe, flag: Any) -> None:
+    """It leaves the cache as it was, and what is known of it."""
+    layer, (x, m_splits) = make(recipe), inputs()
+    y = layer(x, m_splits, True)
+    for scale, says in ((1, "no error"), (3, "the weight that filled it was written since")):
+        with torch.no_grad():
+            for w in weights_of(layer).values():
+                if scale != 1:
+                    w.mul_(scale)
+        assert "float64" in sentence(lambda: layer(x.double(), m_splits, flag(True)))
+        assert says in sentence(lambda: layer(x, m_splits, False))
+        if scale == 1:
+            assert_same_bits(layer(x, m_splits, False), y)
+    layer(x, m_splits, flag(True))
+    assert_same_bits(layer(x, m_splits, False), layer(x, m_splits))
+
+
 @FLAGS
 def test_a_checkpointed_first_micro_batch(flag: Any) -> None:
     """Its recompute fills the cache again, which a backward that reads it must precede."""

@@ -146,9 +146,15 @@ def check_device(op: str, name: str, t: Tensor | None, x: Tensor) -> None:
 
 
 def check_tensor(op: str, name: str, value: Any) -> None:
-    """Raise TypeError for a DTensor and for anything but a tensor, such as a numpy array."""
+    """Raise TypeError for a DTensor, a tensor that is not dense, and anything but a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    if value.layout != torch.strided or value.is_nested:
+        got = "a nested one" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(
+            f"{op}: {name} must be a dense tensor, got {got}: pass a nested tensor's values(), or "
+            "a sparse one's to_dense()"
+        )
     if is_dtensor(value):
         raise TypeError(
             f"{op}: {name} is a DTensor, and a layer computes with the tensors of one process: "
@@ -254,15 +260,16 @@ def check_projection(op: str, names: Sequence[str], given: Projection, x: Tensor
 
 
 def check_choices(
-    x: Tensor, top_k_weights: Tensor, top_k_index: Tensor, max_rows: int | None
+    op: str, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor, max_rows: int | None
 ) -> None:
-    """Check the routing in the caller's words."""
-    check_device("grouped_mlp", "top_k_weights", top_k_weights, x)
-    check_device("grouped_mlp", "top_k_index", top_k_index, x)
-    _check_factors("grouped_mlp", "top_k_weights", top_k_weights)
+    """Check the routing in the caller's words, or what a dispatcher returned."""
+    for name, t in (("top_k_weights", top_k_weights), ("top_k_index", top_k_index)):
+        check_tensor(op, name, t)
+        check_device(op, name, t, x)
+    _check_factors(op, "top_k_weights", top_k_weights)
     if any(t.dim() == 0 or t.size(-1) == 0 for t in (top_k_weights, top_k_index)):
         raise RuntimeError(
-            "grouped_mlp: top_k_weights and top_k_index must be [..., C] with C positive, got "
+            f"{op}: top_k_weights and top_k_index must be [..., C] with C positive, got "
             f"{list(top_k_weights.shape)} and {list(top_k_index.shape)}"
         )
     if x.dim() == top_k_weights.dim() == top_k_index.dim() and torch.compiler.is_compiling():
@@ -274,28 +281,50 @@ def check_choices(
                 )
     elif not x.shape[:-1] == top_k_weights.shape[:-1] == top_k_index.shape[:-1]:
         raise RuntimeError(  # without str() of a shape, which Dynamo does not trace
-            "grouped_mlp: x [..., H], top_k_weights [..., C] and top_k_index [..., C] differ in "
+            f"{op}: x [..., H], top_k_weights [..., C] and top_k_index [..., C] differ in "
             f"their tokens: {list(x.shape)}, {list(top_k_weights.shape)}, {list(top_k_index.shape)}"
         )
     if top_k_weights.size(-1) != top_k_index.size(-1):
         raise RuntimeError(
-            f"grouped_mlp: C differs: top_k_weights has {top_k_weights.size(-1)}, top_k_index "
+            f"{op}: C differs: top_k_weights has {top_k_weights.size(-1)}, top_k_index "
             f"{top_k_index.size(-1)}"
         )
     if top_k_index.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(
-            f"grouped_mlp: top_k_index must be int32 or int64, got {dtype_name(top_k_index.dtype)}"
+            f"{op}: top_k_index must be int32 or int64, got {dtype_name(top_k_index.dtype)}"
         )
     if max_rows is not None and torch.compiler.is_compiling():  # it may be computed from x's size
         assume(max_rows >= 0, lambda: "grouped_mlp: max_rows must not be negative")
     elif max_rows is None:
         return
     elif not (is_integer(max_rows) or isinstance(max_rows, torch.SymInt)):
-        raise ValueError(f"grouped_mlp: max_rows must be None or an integer, got {max_rows!r}")
+        raise ValueError(f"{op}: max_rows must be None or an integer, got {max_rows!r}")
     elif max_rows < 0:
-        raise ValueError(f"grouped_mlp: max_rows must not be negative, got {max_rows}")
+        raise ValueError(f"{op}: max_rows must not be negative, got {max_rows}")
     elif max_rows >= 2**31:  # rows are numbered in int32
-        raise ValueError(f"grouped_mlp: max_rows must be below 2**31, got {max_rows}")
+        raise ValueError(f"{op}: max_rows must be below 2**31, got {max_rows}")
+
+
+def check_dispatched(op: str, x: Tensor, dispatched: Any) -> None:
+    """Check what a dispatcher returned for tokens x [T, H]; ``op`` names its method."""
+    if not isinstance(dispatched, tuple) or len(dispatched) != 5:
+        raise TypeError(f"{op} must return a Dispatched, got {type(dispatched).__name__}")
+    came, top_k_weights, top_k_index, max_rows, _ = dispatched
+    check_tensor(op, "x", came)
+    same = (came.dtype, came.device) == (x.dtype, x.device)
+    if not same or came.dim() != 2 or came.size(1) != x.size(1):
+        raise RuntimeError(
+            f"{op}: x must be [S, {x.size(1)}] {dtype_name(x.dtype)} on {x.device}, as the tokens "
+            f"that it was given, got {list(came.shape)} {dtype_name(came.dtype)} on {came.device}"
+        )
+    check_choices(op, came, top_k_weights, top_k_index, max_rows)
+
+
+def check_combined(op: str, x: Tensor, y: Any) -> None:
+    """Check that a dispatcher summed outputs of tokens x [T, H]; not in a graph, of any sizes."""
+    check_tensor(op, "the result", y)
+    if not torch.compiler.is_compiling() and y.shape != x.shape:
+        raise RuntimeError(f"{op} must return {list(x.shape)}, got {list(y.shape)}")
 
 
 def _check_factors(op: str, name: str, t: Tensor) -> None:

@@ -59,7 +59,7 @@ class TokenDispatcher(nn.Module):
             top_k_index: [T, C] int32 or int64, numbers among the experts of all processes; another
                 number is no expert.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no dispatch")
 
     def _start(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Started | None:
         """Start to send tokens, for a layer that computes while they and their gradients travel.
@@ -78,4 +78,4 @@ class TokenDispatcher(nn.Module):
         Returns:
             [T, H], the sums over all processes.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no combine")

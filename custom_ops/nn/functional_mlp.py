@@ -21,10 +21,11 @@ from grouped_linear.nn.checks import (
     GATE_UP,
     check_activation,
     check_choices,
+    check_combined,
+    check_dispatched,
     check_flags,
     check_mlp,
     check_row_weights,
-    check_tensor,
     splits_on,
 )
 from grouped_linear.nn.dispatcher import TokenDispatcher
@@ -222,21 +223,21 @@ def apply_mlp(
     """
     op = "grouped_mlp"
     check_activation(op, config.activation)
-    check_tensor(op, "top_k_weights", top_k_weights)
-    check_tensor(op, "top_k_index", top_k_index)
     x_TH, dtype = as_rows(op, x)
-    check_choices(x, top_k_weights, top_k_index, max_rows)
+    check_choices(op, x, top_k_weights, top_k_index, max_rows)
     given = gate_up, down, config.activation.gated, dtype, dispatcher is not None
     projections = _ready(op, x_TH, *given)
     index_TC = top_k_index.reshape(-1, top_k_index.size(-1))
     weights_TC = top_k_weights.reshape(-1, top_k_weights.size(-1))
     arriving = dispatched = None
+    name, sent_TH = type(dispatcher).__name__, x_TH
     if dispatcher is not None:
         started = dispatcher._start(x_TH.detach(), weights_TC.detach(), index_TC)
         if started is not None:
             arriving, index_TC, max_rows = started
         else:
             dispatched = dispatcher.dispatch(x_TH, weights_TC, index_TC)
+            check_dispatched(f"{name}.dispatch", x_TH, dispatched)
             x_TH, weights_TC, index_TC, max_rows, _ = dispatched
     routing = ops.sort_by_expert(index_TC, len(projections[0][1]))
     rows = ChosenRows(*routing) if max_rows is None else truncate_routing(routing, max_rows)
@@ -251,6 +252,7 @@ def apply_mlp(
     y_TH = _apply(x_TH, weights_TC, rows, projections, config, arriving)
     if dispatcher is not None and dispatched is not None:
         y_TH = dispatcher.combine(y_TH, dispatched)
+        check_combined(f"{name}.combine", sent_TH, y_TH)
     return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)
 
 

@@ -51,11 +51,11 @@ class Activation:
 
     def forward(self, gate_up_RG: Tensor) -> Tensor:
         """h [R, F] float32, of the first layer's output [R, G] in float32."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no forward")
 
     def backward(self, dh_RF: Tensor, gate_up_RG: Tensor) -> Tensor:
         """The gradient [R, G] by gate_up, of the gradient by h; all float32."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no backward")
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,19 @@ def check_dispatch_options(where: str, capacity_factor: Any, fp8: Any, check_tok
     check_flags(where, fp8=fp8, check_tokens=check_tokens)
 
 
+def check_mesh(where: str, mesh: DeviceMesh, num_experts: Any) -> None:
+    """Raise ValueError unless experts divide evenly among a mesh of one dimension."""
+    if mesh.ndim != 1:
+        raise ValueError(f"{where}: mesh must have one dimension, got {mesh.ndim}")
+    if not is_integer(num_experts) or num_experts < 1:
+        raise ValueError(f"{where}: num_experts must be a positive integer, got {num_experts!r}")
+    if num_experts % mesh.size():
+        raise ValueError(
+            f"{where}: num_experts must be a multiple of the number of processes, got "
+            f"{num_experts} experts and {mesh.size()} processes"
+        )
+
+
 class _StaticDispatcher(TokenDispatcher):
     """The part that all ways share: shapes follow from the number of tokens."""
 
@@ -71,15 +84,7 @@ class _StaticDispatcher(TokenDispatcher):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        if mesh.ndim != 1:
-            raise ValueError(f"{name}: mesh must have one dimension, got {mesh.ndim}")
-        if not is_integer(num_experts) or num_experts < 1:
-            raise ValueError(f"{name}: num_experts must be a positive integer, got {num_experts!r}")
-        if num_experts % mesh.size():
-            raise ValueError(
-                f"{name}: num_experts must be a multiple of the number of processes, got "
-                f"{num_experts} experts and {mesh.size()} processes"
-            )
+        check_mesh(name, mesh, num_experts)
         if mesh.size() > MAX_GROUPS:
             raise ValueError(f"{name}: at most {MAX_GROUPS} processes, got {mesh.size()}")
         if num_experts > MAX_GROUPS * mesh.size():

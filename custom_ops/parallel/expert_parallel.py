@@ -17,6 +17,7 @@ from grouped_linear.parallel.dispatchers import (
     AllToAll,
     AllToAllV,
     check_dispatch_options,
+    check_mesh,
 )
 from grouped_linear.quantized.weight_cache import WeightCache
 
@@ -108,14 +109,13 @@ class ExpertParallel(ParallelStyle):
         if isinstance(self.dispatch, str):
             dispatcher: Any = DISPATCHERS[self.dispatch](device_mesh, E, **self.options)
         else:
+            check_mesh("ExpertParallel", device_mesh, E)
             dispatcher = self.dispatch(device_mesh, E)
         if not isinstance(dispatcher, TokenDispatcher):
             raise ValueError(
                 "ExpertParallel: dispatch must return a TokenDispatcher, got "
                 f"{type(dispatcher).__name__}"
             )
-        module.dispatcher = dispatcher
-        module.dispatcher.ranks = tuple(device_mesh.mesh.flatten().tolist())
         for name, p in list(module.named_parameters(recurse=False)):
             part = distribute_tensor(p, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(part, requires_grad=p.requires_grad))
@@ -125,4 +125,6 @@ class ExpertParallel(ParallelStyle):
                 own = E // device_mesh.size()
                 smaller = WeightCache(cache.recipe, own, N, K, cache.values.device)
                 setattr(module, cache_name, smaller)
+        module.dispatcher = dispatcher
+        module.dispatcher.ranks = tuple(device_mesh.mesh.flatten().tolist())
         return module

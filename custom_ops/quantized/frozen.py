@@ -213,7 +213,8 @@ class KeepsFrozen(nn.Module):
             weights: the key of a storage.
 
         Raises:
-            RuntimeError: for a wrong shape, dtype or device. The module is then as it was.
+            RuntimeError: for a wrong shape, dtype or device; KeyError for the name of another
+                attribute. The module is then as it was.
         """
         if isinstance(weight, Tensor):
             frozen = Frozen(weights, recipe, dtype or weight.dtype)
@@ -221,9 +222,9 @@ class KeepsFrozen(nn.Module):
         else:
             frozen, parts = Frozen(weights, recipe, dtype or torch.bfloat16), weight
         _check_parts(frozen.storage, *map(local_part, parts))
-        self._frozen = {**self._frozen, name: frozen}
         for part_name, part in zip((name, name + SCALE), as_bytes(parts), strict=True):
             self.register_parameter(part_name, nn.Parameter(part, requires_grad=False))
+        self._frozen = {**self._frozen, name: frozen}
         self._guard()
 
     def _guard(self, to: type[nn.Parameter] = FrozenBytes) -> None:

@@ -35,7 +35,8 @@ class WeightCache(nn.Module):
 
     _numbers: Any
     _cold_writes: int
-    _source: "tuple[tuple[int, int | None], ...] | None"
+    _source: Any  # each parameter that filled it, or None for another tensor, with its writes
+    _filling: Any  # the writes before a call that fills it, and the source that it then has
 
     def __init__(self, recipe: Recipe, E: int, N: int, K: int, device: Device) -> None:
         super().__init__()
@@ -93,16 +94,27 @@ class WeightCache(nn.Module):
                 f"{layer}: is_first_microbatch=False reads the weight cache, which holds no "
                 "weight yet, or none since parameters were loaded, drawn or moved: call with True"
             )
+        # A call that raised before it quantized the weight has filled nothing.
+        if self._filling is not None and self._filling[0] != self._writes:
+            self._source = self._filling[1]
+        self._filling = None
         if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
             # The graph fills it, or may: from now on the host cannot know from what.
             self._in_graphs, self._source = True, None
         elif first is not False:
             known = first is True and not self._in_graphs
-            self._source = _identity(weights) if known else None
-        elif self._source not in (None, _identity(weights)):
-            is_same = [number for number, _ in self._source or ()] == [id(w) for w in weights]
-            changed = "was written since, as by an optimizer"
-            was = changed if is_same else "is another tensor in this call"
+            # Not their ids, which others get after them. No weak references: torch swaps no tensors
+            # that have some. Others than parameters live for a call, with their memory and graph.
+            source = tuple((w if isinstance(w, nn.Parameter) else None, _count(w)) for w in weights)
+            self._filling = self._writes, source if known else None
+        elif self._source is not None:
+            pairs = list(zip(self._source, weights, strict=True))
+            if not all(filled is w for (filled, _), w in pairs):
+                was = "is another tensor in this call"
+            elif any(count != _count(w) for (_, count), w in pairs):
+                was = "was written since, as by an optimizer"
+            else:
+                return tensors
             raise RuntimeError(
                 f"{layer}: is_first_microbatch=False reads the weight cache, and the weight that "
                 f"filled it {was}: call with True"
@@ -117,7 +129,7 @@ class WeightCache(nn.Module):
 
     def reset(self) -> None:
         """Make the cache cold."""
-        self._source = None
+        self._source = self._filling = None
         poisoned = (self.values, self.columnwise) if self.scale is None else (self.scale,)
         for t in poisoned:
             if t is not None:
@@ -130,7 +142,8 @@ class WeightCache(nn.Module):
         An empty tensor has their device, as ``torch.load`` maps it.
         """
         sizes = tuple(self.quantized_weight().stand_in.shape)
-        return vars(self) | {"_numbers": (sizes, torch.empty(0, device=self.values.device))}
+        there = torch.empty(0, device=self.values.device)
+        return vars(self) | {"_numbers": (sizes, there), "_source": None, "_filling": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or a pickle, cold: it belongs to another parameter."""
@@ -169,6 +182,6 @@ class WeightCache(nn.Module):
             self.reset()
 
 
-def _identity(weights: WeightList) -> tuple[tuple[int, int | None], ...]:
-    """Which tensors these are, and how often they were written, where that is counted."""
-    return tuple((id(w), None if w.is_inference() else w._version) for w in weights)
+def _count(w: Tensor) -> int | None:
+    """How often a tensor was written, where that is counted."""
+    return None if w.is_inference() else w._version

@@ -230,6 +230,7 @@ def update_scales(model: nn.Module, group: "dist.ProcessGroup | None" = None) ->
     Raises:
         RuntimeError: if the model is a DistributedDataParallel that overwrites every process's
             amaxes with rank 0's; construct it with ``broadcast_buffers=False``.
+        TypeError: for what is no module, as a list of them.
 
     >>> from grouped_linear import GroupedLinear
     >>> layer = GroupedLinear(2, 16, 32, recipe=DelayedScaling())
@@ -238,6 +239,8 @@ def update_scales(model: nn.Module, group: "dist.ProcessGroup | None" = None) ->
     >>> layer.weight_state.x.scale * 448
     tensor([1., 1.])
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"update_scales: model must be a torch.nn.Module, got {model!r}")
     by_rule: dict[tuple[torch.device, int, str], list[OperandState]] = defaultdict(list)
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):

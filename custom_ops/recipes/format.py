@@ -78,17 +78,18 @@ def with_shared_scale(
     return Operands(rowwise, scale, columnwise, None if columnwise is None else scale, bias_grad)
 
 
-def call_without_writes(name: str, function: Callable[..., Any], t: Tensor, *more: Any) -> Any:
-    """``function(t, *more)`` of a user's, which is not to write t: that is a caller's or saved.
+def call_without_writes(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """A function of a user's, which is not to write a tensor that a caller or the backward reads.
 
-    In a graph it gets a copy, which compilers leave out where nothing writes it, and in inference
-    mode, which counts no writes. Elsewhere RuntimeError says that it has written t.
+    In a graph it gets copies, which compilers leave out where nothing writes them, and in inference
+    mode, which counts no writes. Elsewhere RuntimeError says that it has written one.
     """
-    if torch.compiler.is_compiling() or t.is_inference():
-        return function(t.clone(), *more)
-    before = t._version
-    result = function(t, *more)
-    if t._version != before:
+    tensors = [t for t in arguments if isinstance(t, Tensor)]
+    if torch.compiler.is_compiling() or any(t.is_inference() for t in tensors):
+        return function(*(t.clone() if isinstance(t, Tensor) else t for t in arguments))
+    before = [t._version for t in tensors]
+    result = function(*arguments)
+    if [t._version for t in tensors] != before:
         raise RuntimeError(
             f"{name} has written its argument in place, which a caller or the backward reads: "
             "return a new tensor, or write a clone()"
@@ -142,8 +143,8 @@ class Format:
             ``quantize(t, offs, layouts)``: t [T, K] with the group ends offs [E] int32, or a weight
             t [E, N, K] with offs None. It returns a tensor that stands for both layouts, or
             :class:`grouped_linear.recipes.Operands` with those that ``layouts`` asks for, see
-            docs/recipes.md. Any torch operation works; autograd is off. It must not write t in
-            place: t is the caller's tensor.
+            docs/recipes.md. Any torch operation works; autograd is off. It must not write t or
+            offs in place, which callers and the layer read.
         state: where ``"delayed"`` scaling reads scales and records amaxes. A layer sets it.
         records: whether amaxes are recorded there.
         qat: ``"mxfp4"`` rounds a weight that learns to MXFP4, see
