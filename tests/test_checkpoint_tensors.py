@@ -254,14 +254,20 @@ def test_scales_that_are_no_powers_of_two(tmp_path: Path) -> None:
             call()
 
 
-def test_names_of_compiled_layers() -> None:
+@pytest.mark.parametrize("weights", ["both", "fp8", "mxfp4"])
+def test_names_of_compiled_layers(weights: Any, tmp_path: Path) -> None:
     """Those of the plain model: torch.compile wraps what is compiled apart."""
-    model = model_of("qwen3_moe")
-    convert(model, Float8BlockScaling(), weights="both")
+    model = model_of("qwen3_moe", hidden_size=160)
+    convert(model, Float8BlockScaling(), weights=weights)
     expected = dict(CheckpointTensors(model))
     model.model.layers[1] = torch.compile(model.model.layers[1])
+    model.model = torch.compile(model.model)
     tensors = dict(CheckpointTensors(model))
     assert_same_tensors(tensors, expected)
+    if weights != "both":  # which transformers saves as it saves any model
+        for folder, given in (("own", None), ("given", torch.compile(model).state_dict())):
+            model.save_pretrained(tmp_path / folder, state_dict=given)
+            assert_same_tensors(load_file(tmp_path / folder / "model.safetensors"), expected)
 
 
 def test_tied_weights_come_once() -> None:

@@ -215,8 +215,11 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     def gathered(*args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state as files have it, made of bytes, which are made of weights that learn."""
         state = dict(gather(*args, **kwargs))
-        for key in [] if resumes else [*state]:
-            name, _, w = plain_name(key).rpartition(".")
+        if resumes:
+            return state
+        state = {plain_name(key): t for key, t in state.items()}
+        for key in [*state]:
+            name, _, w = key.rpartition(".")
             form, is_kept = forms.get(name), key + SCALE in state
             if form and w in weight_names(experts[name]):
                 t, scale = state.pop(key), state.pop(key + SCALE, None)
