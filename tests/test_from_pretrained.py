@@ -191,6 +191,18 @@ def test_refused(tmp_path: Path) -> None:
     assert "is quantized with BitsAndBytesConfig" in sentence(lambda: load(folder))
 
 
+def test_a_state_dict_of_experts_in_16_bits_is_saved(tmp_path: Path) -> None:
+    """transformers leaves out what a model with a quantizer is given."""
+    model = load(write(tmp_path / "file"), recipes={"*": None})
+    given = {name: 2 * t for name, t in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "given", state_dict=given)
+    model.load_state_dict(given)
+    model.save_pretrained(tmp_path / "own")
+    found, own = (load_file(tmp_path / f / "model.safetensors") for f in ("given", "own"))
+    assert_same_tensors(found, own)
+    assert "quantization_config" not in json.loads((tmp_path / "own" / "config.json").read_text())
+
+
 def test_steps_of_other_files(tmp_path: Path) -> None:
     """Experts of two modules in one list, and weights that a file has transposed."""
     text = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}

@@ -28,6 +28,7 @@ from transformers.utils.quantization_config import Mxfp4Config, QuantizationMeth
 
 from grouped_linear.integrations.adapter import Request
 from grouped_linear.integrations.checkpoints.formats import for_now
+from grouped_linear.integrations.checkpoints.tensors import save_as_published
 from grouped_linear.integrations.convert import carry_out, plans_of
 from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.meta_kernels.rules import dtype_name
@@ -238,6 +239,7 @@ class GroupedLinearQuantizer(HfQuantizer):
         super().postprocess_model(model, **kwargs)
         if self.quantization_config is self.asked:
             del model.config.quantization_config
+        save_as_published(model)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         for name, module in self._experts.items():

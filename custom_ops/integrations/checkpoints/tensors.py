@@ -185,8 +185,13 @@ def save_as_published(module: nn.Module) -> None:
             inside.update(model.modules())
             saves: Any = model.save_pretrained
             few = any(frozen_of(m) or _learns_in(m) for m in _experts_of(model).values())
-            if getattr(saves, "func", None) is not _save and few:
+            if getattr(saves, "func", None) is not _save and (few or _is_loaded_here(model)):
                 vars(model)["save_pretrained"] = partial(_save, saves, model)
+
+
+def _is_loaded_here(model: Any) -> bool:
+    """Whether the quantizer is that of ``GroupedLinearConfig``."""
+    return hasattr(getattr(model, "hf_quantizer", None), "asked")
 
 
 def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -198,7 +203,9 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     learns = {n: None if resumes or storage_of(m) else _learns_in(m) for n, m in experts.items()}
     changed = any(learns[name] or frozen_of(module) for name, module in experts.items())
     if not changed or getattr(model, "_hf_peft_config_loaded", False):  # adapters alone are saved
-        return save()
+        # Beside a quantizer transformers takes no state_dict=.
+        with for_now(model, {"hf_quantizer": None} if _is_loaded_here(model) else {}):
+            return save()
     forms = {name: learns[name] or storage_of(module) for name, module in experts.items()}
     config, conversions, obstacle = checkpoint_of(model, experts, forms)
     if obstacle is not None:
