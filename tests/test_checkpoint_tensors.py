@@ -289,8 +289,10 @@ def test_what_is_refused() -> None:
     narrow = tiny("gpt_oss", intermediate_size=48)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2)
-    dense, adapted = transformers.LlamaForCausalLM(config), model_of()
+    dense, adapted, prompted = transformers.LlamaForCausalLM(config), model_of(), model_of()
     adapted.lm_head.register_parameter("lora_a", nn.Parameter(torch.zeros(1)))
+    # As PEFT has a head that learns beside prompts.
+    prompted.lm_head = nn.ModuleDict({"original_module": prompted.lm_head})
     recipe = Float8BlockScaling()
 
     def changed(change: Callable[[Any], Any]) -> None:
@@ -309,6 +311,7 @@ def test_what_is_refused() -> None:
         lambda: tensors(weights="int8"),
         lambda: tensors(model=dense, weights="fp8"),
         lambda: tensors(model=adapted),
+        lambda: tensors(model=prompted),
         lambda: tensors(model=model_of(device="meta")),
         lambda: tensors(Float8CurrentScaling(), "both"),
         lambda: tensors(None, "fp8", weights="mxfp4"),
@@ -331,6 +334,7 @@ CheckpointTensors: model must be a transformers model, got Linear
 CheckpointTensors: weights must be None, 'bf16', 'fp8' or 'mxfp4', got 'int8'
 CheckpointTensors: LlamaForCausalLM has no experts that are known
 CheckpointTensors: lm_head.lora_a is of a model with adapters: merge them before
+CheckpointTensors: lm_head.original_module.weight is of a model with adapters: merge them before
 CheckpointTensors: model.embed_tokens.weight is on the meta device and has no numbers yet
 CheckpointTensors: no checkpoint has model.layers.0.mlp.experts as Float8CurrentScaling()
 multiplies it: choose weights='bf16', 'fp8' or 'mxfp4'

@@ -110,8 +110,9 @@ class CheckpointTensors:
             choices = "None, 'bf16', 'fp8' or 'mxfp4'"
             raise ValueError(f"{OP}: weights must be {choices}, got {weights!r}")
         is_peft = any(c.__name__ == "PeftModel" for m in model.modules() for c in type(m).__mro__)
+        parts_of_peft = ".lora_", ".base_layer.", ".original_module."
         for name, t in self._tensors().items():
-            if is_peft or ".lora_" in name or ".base_layer." in name:
+            if is_peft or any(part in name for part in parts_of_peft):
                 raise ValueError(f"{OP}: {name} is of a model with adapters: merge them before")
             if t.is_meta:
                 raise ValueError(f"{OP}: {name} is on the meta device and has no numbers yet")
