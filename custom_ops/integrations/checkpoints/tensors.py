@@ -306,9 +306,10 @@ def _whole(casts: dict[int, torch.dtype], t: Any, experts: Any, name: str, form:
     local = local_part(t)
     if form in STORAGES:
         if dtype is not None and storage_of(experts) is None:
-            t = distributed_like(t, getattr(local, "numbers", local).to(dtype))
+            t = distributed_like(t, getattr(local, "numbers", local).to(dtype), t.shape)
         return tuple(map(_gathered, _bytes_of(t, experts, name, str(form))))
-    t = distributed_like(t, local.numbers) if isinstance(local, GroupedTensorWithMaster) else t
+    if isinstance(local, GroupedTensorWithMaster):
+        t = distributed_like(t, local.numbers, t.shape)
     return _gathered(t).bfloat16() if form else _gathered(t)
 
 
@@ -320,7 +321,7 @@ def _bytes_of(t: Any, experts: Any, name: str, form: str) -> Parts:
     elif isinstance(local, GroupedTensorWithMaster):
         if form == "fp8" and local.recipe.weight == recipe_of_blocks(experts).weight:
             parts = local.quantized_weight().each(partial(distributed_like, t))
-        t = distributed_like(t, local.numbers)
+        t = distributed_like(t, local.numbers, t.shape)
     if parts is not None:
         return as_bytes(parts[:2])  # type: ignore[arg-type]
     return _quantized(experts, t if not is_dtensor(t) or is_by_experts(t) else _gathered(t), form)
