@@ -278,6 +278,18 @@ def test_tied_weights_come_once() -> None:
     assert "lm_head.weight" not in names
 
 
+@pytest.mark.parametrize("weights", [None, "both", "fp8"])
+def test_experts_that_layers_share(weights: Any) -> None:
+    """By each name the same tensors, as a model has them whose layers have copies."""
+    shared, apart = model_of("qwen3_moe"), model_of("qwen3_moe")
+    first, second = (layer.mlp for layer in shared.model.layers)
+    apart.model.layers[1].mlp.experts.load_state_dict(first.experts.state_dict())
+    second.experts = first.experts
+    for model in (shared, apart):
+        convert(model, Float8BlockScaling(), weights=weights)
+    assert_same_tensors(dict(CheckpointTensors(shared)), dict(CheckpointTensors(apart)))
+
+
 def test_what_is_refused() -> None:
     def tensors(how: Any = None, kept: Any = None, model: Any = None, weights: Any = None) -> None:
         model = model_of() if model is None else model

@@ -263,8 +263,8 @@ def _casts_of(model: nn.Module) -> dict[int, torch.dtype]:
 
 
 def _experts_of(model: nn.Module) -> dict[str, Any]:
-    """A model's experts that go through transformers' interface, by their names in checkpoints."""
-    return {name: m for name, m in named_unwrapped(model) if goes_through_interface(m)}
+    """A model's experts that go through transformers' interface, by all names in checkpoints."""
+    return {name: m for name, m in named_unwrapped(model, False) if goes_through_interface(m)}
 
 
 def _learns_in(experts: Any) -> str | None:
