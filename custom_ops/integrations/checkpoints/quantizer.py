@@ -155,6 +155,8 @@ class GroupedLinearQuantizer(HfQuantizer):
         else:
             self._plain = copy.deepcopy(model)
             self.report = carry_out(self._request)
+        # Where weights are tied their scales are, too.
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
         self._experts = {n: m for n, m in model.named_modules() if goes_through_interface(m)}
         self._packed: dict[str, Any] = {}  # those in few bits, by the names of weights
         for name, module in self._experts.items():

@@ -231,6 +231,8 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             form, is_kept = forms.get(name), key + SCALE in state
             if form and w in weight_names(experts[name]):
                 t, scale = state.pop(key), state.pop(key + SCALE, None)
+                if is_kept and key in model.all_tied_weights_keys:
+                    scale = scale.clone()  # transformers reads them, and ties numbers alone
                 parts = (t, scale) if is_kept else _quantized(experts[name], t, form)
                 state |= in_file(key, form, parts, config)
         return state
