@@ -225,8 +225,10 @@ class GroupedLinearQuantizer(HfQuantizer):
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         """The dtype to read a tensor in: that of the model in 16 bits, or for bytes None."""
+        read = param.get_dtype() if hasattr(param, "get_dtype") else str(param.dtype)
+        if "e8m0" in read.lower() and ".experts." in converter.target_patterns[0]:
+            return None  # also where the model wants every scale in float32, as Hy4
         if isinstance(converter, OnArrival):
-            read = param.get_dtype() if hasattr(param, "get_dtype") else str(param.dtype)
             is_high = self._fp8 is None and read.endswith(("16", "32"))
             return (self._dtype if dtype == torch.uint8 else dtype) if is_high else None
         return dtype if self._fp8 is None else self._fp8.get_new_dtype(converter, param, dtype)
