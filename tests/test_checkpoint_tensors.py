@@ -4,6 +4,7 @@
 E experts, H features of a token, F features inside an expert.
 """
 
+import inspect
 import json
 import textwrap
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from transformers import FineGrainedFP8Config
 
 from grouped_linear import Float8BlockScaling, Float8CurrentScaling, GroupedMLP, convert
 from support.compare import assert_same_bits, assert_same_tensors, bits
+from support.documents import ROOT
 from support.errors import sentence
 from support.four_bits import cast_to_blocks, decoded, decoded_blocks, learns_in_mxfp4
 from support.hugging_face import tiny
@@ -276,6 +278,41 @@ def test_tied_weights_come_once() -> None:
     names = [name for name, _ in CheckpointTensors(model)]
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("Granite SWA", "GraniteMoeSWA"),
+        ("Hy4", "HYV4"),
+        ("Lara 4 Mini", "LaraMini"),
+        ("Mistral Small 4", "Mistral4"),
+        ("ZAYA1", "Zaya"),
+        ("Mixtral", "Mixtral"),
+        ("OLMoE", "Olmoe"),
+        ("Solar Open", "SolarOpen"),
+    ],
+)
+def test_the_page_of_models_has_those_fused_in_files(name: str, model: str) -> None:
+    """Of which transformers dequantizes numbers without their scales."""
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "pad_token_id": 0}
+    sizes |= {"moe_intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts_per_tok": 1 + (name != "ZAYA1"),
+    }
+    sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    own = getattr(transformers, f"{model}Config")
+    names = inspect.signature(own).parameters
+    made = getattr(transformers, f"{model}ForCausalLM")(
+        own(**{n: size for n, size in sizes.items() if n in names})
+    )
+    announced = CheckpointTensors(made, "fp8").metadata()
+    is_fused = any(meta.dtype == E4M3 and len(meta.shape) == 3 for meta in announced)
+    page = (ROOT / "docs" / "models.md").read_text()
+    line = page[page.index("**Fused in files**") : page.index("they load bit for bit where")]
+    assert is_fused == (name in " ".join(line.split()))
 
 
 @pytest.mark.parametrize("weights", [None, "both", "fp8"])
