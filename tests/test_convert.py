@@ -485,6 +485,13 @@ def test_tied_weights_stay_tied(weights: Any, swapped: bool) -> None:
     one, other = (layer.mlp.experts for layer in model.model.layers)
     other.gate_up_proj, other.down_proj = one.gate_up_proj, one.down_proj
     held = [] if swapped else [weakref.ref(p) for p in model.parameters()]
+    recipes = {"model.layers.0.*": None}
+    assert sentence(
+        lambda: convert(model, Float8BlockScaling(), weights=weights, recipes=recipes)
+    ) == (
+        "convert: model.layers.1.mlp.experts has a weight of model.layers.0.mlp.experts, and "
+        "recipes keep it in two ways: give both None, or none of them"
+    )
     convert(model, Float8BlockScaling(), weights=weights)
     assert {*map(id, one.parameters())} == {*map(id, other.parameters())}
     del held
