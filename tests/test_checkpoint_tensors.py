@@ -4,6 +4,7 @@
 E experts, H features of a token, F features inside an expert.
 """
 
+import inspect
 import json
 import textwrap
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from transformers import FineGrainedFP8Config
 
 from grouped_linear import Float8BlockScaling, Float8CurrentScaling, GroupedMLP, convert
 from support.compare import assert_same_bits, assert_same_tensors, bits
+from support.documents import ROOT
 from support.errors import sentence
 from support.four_bits import cast_to_blocks, decoded, decoded_blocks, learns_in_mxfp4
 from support.hugging_face import tiny
@@ -254,14 +256,20 @@ def test_scales_that_are_no_powers_of_two(tmp_path: Path) -> None:
             call()
 
 
-def test_names_of_compiled_layers() -> None:
+@pytest.mark.parametrize("weights", ["both", "fp8", "mxfp4"])
+def test_names_of_compiled_layers(weights: Any, tmp_path: Path) -> None:
     """Those of the plain model: torch.compile wraps what is compiled apart."""
-    model = model_of("qwen3_moe")
-    convert(model, Float8BlockScaling(), weights="both")
+    model = model_of("qwen3_moe", hidden_size=160)
+    convert(model, Float8BlockScaling(), weights=weights)
     expected = dict(CheckpointTensors(model))
     model.model.layers[1] = torch.compile(model.model.layers[1])
+    model.model = torch.compile(model.model)
     tensors = dict(CheckpointTensors(model))
     assert_same_tensors(tensors, expected)
+    if weights != "both":  # which transformers saves as it saves any model
+        for folder, given in (("own", None), ("given", torch.compile(model).state_dict())):
+            model.save_pretrained(tmp_path / folder, state_dict=given)
+            assert_same_tensors(load_file(tmp_path / folder / "model.safetensors"), expected)
 
 
 def test_tied_weights_come_once() -> None:
@@ -270,6 +278,53 @@ def test_tied_weights_come_once() -> None:
     names = [name for name, _ in CheckpointTensors(model)]
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("Granite SWA", "GraniteMoeSWA"),
+        ("Hy4", "HYV4"),
+        ("Lara 4 Mini", "LaraMini"),
+        ("Mistral Small 4", "Mistral4"),
+        ("ZAYA1", "Zaya"),
+        ("Mixtral", "Mixtral"),
+        ("OLMoE", "Olmoe"),
+        ("Solar Open", "SolarOpen"),
+    ],
+)
+def test_the_page_of_models_has_those_fused_in_files(name: str, model: str) -> None:
+    """Of which transformers dequantizes numbers without their scales."""
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "pad_token_id": 0}
+    sizes |= {"moe_intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts_per_tok": 1 + (name != "ZAYA1"),
+    }
+    sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    own = getattr(transformers, f"{model}Config")
+    names = inspect.signature(own).parameters
+    made = getattr(transformers, f"{model}ForCausalLM")(
+        own(**{n: size for n, size in sizes.items() if n in names})
+    )
+    announced = CheckpointTensors(made, "fp8").metadata()
+    is_fused = any(meta.dtype == E4M3 and len(meta.shape) == 3 for meta in announced)
+    page = (ROOT / "docs" / "models.md").read_text()
+    line = page[page.index("**Fused in files**") : page.index("they load bit for bit where")]
+    assert is_fused == (name in " ".join(line.split()))
+
+
+@pytest.mark.parametrize("weights", [None, "both", "fp8"])
+def test_experts_that_layers_share(weights: Any) -> None:
+    """By each name the same tensors, as a model has them whose layers have copies."""
+    shared, apart = model_of("qwen3_moe"), model_of("qwen3_moe")
+    first, second = (layer.mlp for layer in shared.model.layers)
+    apart.model.layers[1].mlp.experts.load_state_dict(first.experts.state_dict())
+    second.experts = first.experts
+    for model in (shared, apart):
+        convert(model, Float8BlockScaling(), weights=weights)
+    assert_same_tensors(dict(CheckpointTensors(shared)), dict(CheckpointTensors(apart)))
 
 
 def test_what_is_refused() -> None:
@@ -283,8 +338,10 @@ def test_what_is_refused() -> None:
     narrow = tiny("gpt_oss", intermediate_size=48)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2)
-    dense, adapted = transformers.LlamaForCausalLM(config), model_of()
+    dense, adapted, prompted = transformers.LlamaForCausalLM(config), model_of(), model_of()
     adapted.lm_head.register_parameter("lora_a", nn.Parameter(torch.zeros(1)))
+    # As PEFT has a head that learns beside prompts.
+    prompted.lm_head = nn.ModuleDict({"original_module": prompted.lm_head})
     recipe = Float8BlockScaling()
 
     def changed(change: Callable[[Any], Any]) -> None:
@@ -303,6 +360,7 @@ def test_what_is_refused() -> None:
         lambda: tensors(weights="int8"),
         lambda: tensors(model=dense, weights="fp8"),
         lambda: tensors(model=adapted),
+        lambda: tensors(model=prompted),
         lambda: tensors(model=model_of(device="meta")),
         lambda: tensors(Float8CurrentScaling(), "both"),
         lambda: tensors(None, "fp8", weights="mxfp4"),
@@ -325,6 +383,7 @@ CheckpointTensors: model must be a transformers model, got Linear
 CheckpointTensors: weights must be None, 'bf16', 'fp8' or 'mxfp4', got 'int8'
 CheckpointTensors: LlamaForCausalLM has no experts that are known
 CheckpointTensors: lm_head.lora_a is of a model with adapters: merge them before
+CheckpointTensors: lm_head.original_module.weight is of a model with adapters: merge them before
 CheckpointTensors: model.embed_tokens.weight is on the meta device and has no numbers yet
 CheckpointTensors: no checkpoint has model.layers.0.mlp.experts as Float8CurrentScaling()
 multiplies it: choose weights='bf16', 'fp8' or 'mxfp4'

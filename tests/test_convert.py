@@ -478,6 +478,25 @@ def test_what_hangs_on_a_parameter_stays(form: str, swapped: bool) -> None:
         assert model.get_parameter(name).allreduce is False
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("weights", ["both", "fp8", "mxfp4"])
+def test_tied_weights_stay_tied(weights: Any, swapped: bool) -> None:
+    model = tiny("mixtral", num_hidden_layers=2, hidden_size=64, intermediate_size=64)
+    one, other = (layer.mlp.experts for layer in model.model.layers)
+    other.gate_up_proj, other.down_proj = one.gate_up_proj, one.down_proj
+    held = [] if swapped else [weakref.ref(p) for p in model.parameters()]
+    recipes = {"model.layers.0.*": None}
+    assert sentence(
+        lambda: convert(model, Float8BlockScaling(), weights=weights, recipes=recipes)
+    ) == (
+        "convert: model.layers.1.mlp.experts has a weight of model.layers.0.mlp.experts, and "
+        "recipes keep it in two ways: give both None, or none of them"
+    )
+    convert(model, Float8BlockScaling(), weights=weights)
+    assert {*map(id, one.parameters())} == {*map(id, other.parameters())}
+    del held
+
+
 @pytest.mark.parametrize("form", ["hugging face", "one module"])
 def test_attributes_of_a_frozen_parameter_stay(form: str) -> None:
     model: Any = mixtral() if form == "hugging face" else GroupedExperts(E, H, F)

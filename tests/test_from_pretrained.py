@@ -191,6 +191,46 @@ def test_refused(tmp_path: Path) -> None:
     assert "is quantized with BitsAndBytesConfig" in sentence(lambda: load(folder))
 
 
+def test_a_state_dict_of_experts_in_16_bits_is_saved(tmp_path: Path) -> None:
+    """transformers leaves out what a model with a quantizer is given."""
+    model = load(write(tmp_path / "file"), recipes={"*": None})
+    given = {name: 2 * t for name, t in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "given", state_dict=given)
+    model.load_state_dict(given)
+    model.save_pretrained(tmp_path / "own")
+    found, own = (load_file(tmp_path / f / "model.safetensors") for f in ("given", "own"))
+    assert_same_tensors(found, own)
+    assert "quantization_config" not in json.loads((tmp_path / "own" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_tied_experts(weights: Any, tmp_path: Path) -> None:
+    """The encoder has the decoder's, once in memory; of each byte there is one in a file."""
+    text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    text |= {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 128}
+    vision = {"model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 32}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    config = transformers.DiffusionGemmaConfig(
+        text_config=text | {"layer_types": ["sliding_attention"]}, vision_config=vision
+    )
+    plain = transformers.DiffusionGemmaForBlockDiffusion(config).to(BF16)
+    plain.save_pretrained(tmp_path / "plain")
+    model, expected = load(tmp_path / "plain", weights), converted(tmp_path / "plain", weights)
+    expected.save_pretrained(tmp_path / "file")
+    state = expected.state_dict()
+    file = load_file(tmp_path / "file" / "model.safetensors")
+    ends = "gate_up_proj", "down_proj"  # of tied ones in files: not these, but their scales
+    assert not [n for n in file if n.startswith("model.encoder") and n.endswith(ends)]
+    assert {n for n in state if n.endswith("_proj_scale_inv")} <= {*file}
+    models = [model, expected, through_pickle(expected)]
+    if find_spec("accelerate") is not None:
+        models.append(load(tmp_path / "file", weights))
+    for found in models:
+        assert_same_tensors(dict(found.state_dict()), dict(state))
+        assert len([*found.parameters()]) == len([*plain.parameters()]) + 2  # scales
+
+
 def test_steps_of_other_files(tmp_path: Path) -> None:
     """Experts of two modules in one list, and weights that a file has transposed."""
     text = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}

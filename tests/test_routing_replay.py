@@ -581,6 +581,23 @@ def test_activation_checkpointing(device: str) -> None:
         model(ids)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_below_all_that_learns(reentrant: bool) -> None:
+    """No backward runs their routers again, so none is missed."""
+    model, ids, experts = converted(layers=2), tokens("cpu", B, S), random_experts(layers=2)
+    model.train().requires_grad_(False).lm_head.requires_grad_()
+    if reentrant:
+        model.activation_checkpointing_enable({"use_reentrant": True})
+        model.disable_input_require_grads()  # without which torch runs them again
+    else:
+        layer = model.model.layers[0]
+        layer.forward = torch.no_grad()(layer.forward)
+        model.model.layers[1].requires_grad_()
+    with replay_routing(model, experts):
+        loss = model(ids).logits.square().mean()
+    loss.backward()
+
+
 def compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="eager")
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grouped_linear import Float8BlockScaling, convert
@@ -86,6 +87,28 @@ def check_casts(form: str, rank: int, directory: Path) -> None:
     assert_same_tensors({n: handed[n] for n in experts}, {n: expected[n] for n in experts})
 
 
+def check_split(form: str, rank: int, directory: Path) -> None:
+    """What learns is gathered first; bytes and their scales stay together, or it is refused."""
+    whole = model_of("qwen3_moe", form, num_experts=4)
+    model = copy.deepcopy(whole)
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    shard(model, mp_policy=policy, shard_placement_fn=lambda p: Shard(1) if p.dim() > 2 else None)
+    if form != "mxfp4":
+        assert_same_tensors(dict(CheckpointTensors(model)), dict(CheckpointTensors(whole)))
+        return
+    torch.testing.assert_close(
+        model(IDS.to(device())).logits, whole(IDS.to(device())).logits, rtol=0, atol=0
+    )
+    for layer in model.model.layers:
+        layer.reshard()
+    experts, said = model.model.layers[0].mlp.experts, r"\(Shard\(dim=1\),\): shard it by experts"
+    for call in (lambda: dict(CheckpointTensors(model)), lambda: experts.dequantize("down_proj")):
+        with pytest.raises(ValueError, match=f"is split inside of each expert, {said}"):
+            call()
+    with pytest.raises(RuntimeError, match=f"is split inside of each expert, {said}"):
+        model.load_state_dict(model.state_dict())
+
+
 def check_without_experts(form: str, rank: int, directory: Path) -> None:
     """A process that has none takes part."""
     one_expert = {"num_experts": 1, "num_experts_per_tok": 1}
@@ -151,6 +174,10 @@ CHECKS: Checks = {
 CHECKS |= {
     f"casts, {form}": partial(check_casts, form)
     for form in ("FP8 in each call", "both", "learns", "learns, both")
+}
+CHECKS |= {
+    f"split, {form}": partial(check_split, form)
+    for form in ("FP8 in each call", "both", "mxfp4", "learns")
 }
 CHECKS |= {
     f"without experts, {form}": partial(check_without_experts, form)

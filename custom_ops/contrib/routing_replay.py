@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
@@ -541,7 +542,12 @@ class _Layer(_State):
         """The router's forward, recorded, or with the experts of a replay."""
         context = self.context
         columns = context.columns
-        self.waits = columns is not None and context.with_grad and not torch.is_grad_enabled()
+        self.waits = (
+            columns is not None
+            and context.with_grad
+            and not torch.is_grad_enabled()
+            and (torch.compiler.is_compiling() or _is_in_function())  # not just under no_grad
+        )
         if columns is not None:
             if self.ran:
                 raise ValueError(
@@ -579,6 +585,17 @@ class _Layer(_State):
             )
         experts = context.experts[self.index]
         return experts[:, :S] if columns is None else experts.index_select(1, columns)
+
+
+def _is_in_function() -> bool:
+    """Whether an autograd Function with a backward runs this, as reentrant checkpoints do."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        ctx: Any = frame.f_locals.get((*frame.f_code.co_varnames, "")[0])
+        if isinstance(ctx, FunctionCtx) and any(getattr(ctx, "needs_input_grad", ())):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Choose(TorchFunctionMode):

@@ -18,10 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
 from grouped_linear.quantized.frozen import KeepsFrozen
-from grouped_linear.quantized.keep import KEPT, Weights, keep_weight, local_part
+from grouped_linear.quantized.keep import KEPT, SCALE, Weights, keep_weight, local_part
 from grouped_linear.recipes import Recipe
 
 Write = Callable[["Changes"], None]
@@ -189,6 +190,8 @@ class Changes:
     """Learning parameters that new ones replaced. Whoever still holds one holds the old one."""
     squares: dict[nn.Module, Tensor] = field(default_factory=dict)
     """Of weights that were quantized: see :meth:`KeepsFrozen.squared_error`."""
+    first: Any = field(default_factory=WeakTensorKeyDictionary)
+    """By a replaced parameter the module and name that had it first: other modules may have it."""
 
     def warn_of_holders(self) -> None:
         """Warn of replaced parameters that something still holds, as an optimizer does."""
@@ -212,12 +215,17 @@ def keep_both(changes: Changes, module: nn.Module, name: str, recipe: Recipe | N
     Its gradient and the attributes that others have set stay, too.
     """
     old = module.get_parameter(name)
+    if old in changes.first:  # tied weights stay tied
+        other, of_other = changes.first[old]
+        setattr(module, name, other.get_parameter(of_other))
+        return
     grad, attributes = old.grad, _set_by_others(old)
     new = nn.Parameter(keep_weight(old.detach(), "both", recipe), requires_grad=old.requires_grad)
     try:
         torch.utils.swap_tensors(old, new)
     except RuntimeError:  # a weak reference to it, as hooks have, or a graph that ends in it
         setattr(module, name, new)
+        changes.first[old] = module, name
         changes.replaced.extend([weakref.ref(old)] if old.requires_grad else [])
     now = module.get_parameter(name)
     vars(now).update(attributes)
@@ -231,12 +239,18 @@ def freeze(
 ) -> None:
     """Freeze a parameter, as ``KeepsFrozen.freeze`` does. It keeps attributes that others set."""
     old: nn.Parameter = module.get_parameter(name)
-    attributes = _set_by_others(old)
-    module.freeze(name, weight, request.recipe, dtype, weights=request.weights)
-    vars(module.get_parameter(name)).update(attributes)
+    other, of_other = changes.first.setdefault(old, (module, name))
+    if other is module:
+        attributes = _set_by_others(old)
+        module.freeze(name, weight, request.recipe, dtype, weights=request.weights)
+        vars(module.get_parameter(name)).update(attributes)
+    else:  # tied weights stay tied
+        module._frozen = {**module._frozen, name: other._frozen[of_other]}
+        for part in ("", SCALE):
+            module.register_parameter(name + part, other.get_parameter(of_other + part))
     if not isinstance(weight, Tensor):  # numbers that a checkpoint has
         return
-    changes.replaced.extend([weakref.ref(old)] if old.requires_grad else [])
+    changes.replaced.extend([weakref.ref(old)] if old.requires_grad and other is module else [])
     if not weight.is_meta:
         squares = module.squared_error(name, weight)
         changes.squares[module] = squares + changes.squares.get(module, 0)

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -226,9 +226,9 @@ def _check(model: Any, request: Request) -> None:
         )
 
 
-def _check_found(model: nn.Module, names: Collection[str], request: Request) -> None:
-    """Raise ValueError if a model has no experts to convert, or a pattern matches none of them."""
-    if not names:
+def _check_found(model: nn.Module, found: Mapping[str, Experts], request: Request) -> None:
+    """Raise ValueError if a model has no experts to convert, or its recipes do not fit them."""
+    if not found:
         if any(map(is_converted, model.modules())):
             name = class_before(model).__name__
             raise ValueError(f"convert: experts of {name} are converted already")
@@ -241,12 +241,22 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
         raise ValueError(
             f"convert: {type(model).__name__} has no experts of a form that is known{remedy}"
         )
-    unused = [repr(p) for p in request.recipes if not any(fnmatchcase(n, p) for n in names)]
+    unused = [repr(p) for p in request.recipes if not any(fnmatchcase(n, p) for n in found)]
     if unused:
         raise ValueError(
             f"convert: no experts have a name that matches {', '.join(unused)} of recipes: names "
-            f"are whole, as {next(iter(names))!r}"
+            f"are whole, as {next(iter(found))!r}"
         )
+    kept: dict[int, tuple[str, Weights]] = {}
+    for name, experts in found.items():
+        weights = request.of(name).weights
+        for p in map(experts.module._parameters.get, experts.weights):
+            other, of_other = kept.setdefault(id(p), (name, weights))
+            if p is not None and of_other != weights:
+                raise ValueError(
+                    f"convert: {name} has a weight of {other}, and recipes keep it in two ways: "
+                    "give both None, or none of them"
+                )
 
 
 def _plans_of_model(model: nn.Module, found: Mapping[str, Experts]) -> Iterator[Write]:

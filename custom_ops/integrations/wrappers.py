@@ -52,7 +52,9 @@ def plain_name(name: str) -> str:
     return name.replace(WRAPPERS["OptimizedModule"] + ".", "")
 
 
-def named_unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_unwrapped(
+    model: nn.Module, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
     """As ``named_modules``, of the model without wrappers: each name is that of the plain model."""
     seen: set[nn.Module] = set()
 
@@ -60,9 +62,11 @@ def named_unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         module = unwrapped(module)
         if module in seen:
             return
-        seen.add(module)
+        if remove_duplicate:
+            seen.add(module)
         yield name, module
-        for child_name, child in module.named_children():
-            yield from walk(f"{name}.{child_name}" if name else child_name, child)
+        for child_name, child in module._modules.items():
+            if child is not None:
+                yield from walk(f"{name}.{child_name}" if name else child_name, child)
 
     return walk("", model)

@@ -25,7 +25,6 @@ from grouped_linear.quantized.keep import (
     SCALE,
     as_master,
     distributed_like,
-    is_by_experts,
     is_dtensor,
     local_part,
 )
@@ -353,7 +352,7 @@ class KeepsFrozen(nn.Module):
             elif key in destination:
                 w, local = destination[key], local_part(destination[key])
                 if isinstance(local, GroupedTensorWithMaster) and not isinstance(w, nn.Parameter):
-                    destination[key] = distributed_like(w, local.for_state_dict())
+                    destination[key] = distributed_like(w, local.for_state_dict(), w.shape)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -445,10 +444,6 @@ def quantized(w: Any, frozen: Frozen) -> Parts:
     """Numbers and scales of a weight [E, N, K] in high precision; DTensors of a DTensor."""
     local = local_part(w.detach())
     local = local.to(local.dtype if local.dtype in ACTIVATIONS else torch.float32).contiguous()
-    if is_dtensor(w) and not is_by_experts(w):
-        raise ValueError(
-            f"it is split inside of each expert, {w.placements}: shard a frozen weight by experts"
-        )
     parts = frozen.storage.quantize(local, frozen.recipe)
     q, scale = (distributed_like(w, part) for part in parts)
     return q, scale

@@ -124,10 +124,15 @@ def is_by_experts(w: Any) -> bool:
 def distributed_like(like: Any, local: Tensor, shape: torch.Size | None = None) -> Any:
     """A DTensor of a process's part, sharded as `like`; the part where `like` is no DTensor.
 
-    Its shape is that of whole experts, if it is not given.
+    Its shape is that of whole experts, if it is not given. ValueError if these are split.
     """
     if not is_dtensor(like):
         return local
+    if shape is None and not is_by_experts(like):
+        raise ValueError(
+            f"a weight in few bits is split inside of each expert, {like.placements}: shard it by "
+            "experts, dimension 0"
+        )
     shape = like.shape[:1] + local.shape[1:] if shape is None else shape
     return type(like).from_local(
         local,
@@ -150,4 +155,4 @@ def as_master(own: Any, w: Tensor) -> Tensor:
     local = local.dequantize() if isinstance(local, GroupedTensorWithMaster) else local
     dtype = local.dtype if local.dtype in ACTIVATIONS else master.dtype
     kept = master.of(local.to(dtype, copy=True, memory_format=torch.contiguous_format))
-    return distributed_like(w, kept)
+    return distributed_like(w, kept, w.shape)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, HYV4Config, HYV4ForCausalLM
 from transformers.integrations import finegrained_fp8
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
@@ -181,3 +181,17 @@ def test_a_bad_file(weights: Any, name: str, tmp_path: Path) -> None:
             save_file(broken, folder / "model.safetensors", {"format": "pt"})
             with pytest.raises((ValueError, RuntimeError), match=BAD):
                 load(folder, GroupedLinearConfig(weights), True)
+
+
+def test_a_model_that_wants_scales_in_float32(tmp_path: Path) -> None:
+    """Hy4's hyper-connections have a `scale`, by which transformers finds those of experts."""
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_experts": 4}
+    sizes |= {"moe_intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 2}
+    sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
+    config = HYV4Config(**sizes, qk_nope_head_dim=16, v_head_dim=32, pad_token_id=0)
+    model = HYV4ForCausalLM(config).to(torch.bfloat16)
+    convert(model, weights="mxfp4")
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, GroupedLinearConfig("mxfp4"), on_gpu=False)
+    assert_same_tensors(experts_of(again), experts_of(model))

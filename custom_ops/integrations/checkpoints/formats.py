@@ -99,7 +99,7 @@ def _fp8_checkpoint(
             config.scale_fmt = "ue8m0"
         config.modules_to_not_convert = [
             name
-            for name, module in named_unwrapped(model)
+            for name, module in named_unwrapped(model, False)
             if isinstance(module, nn.Linear) or name.endswith(".experts")
             if not isinstance(module, FP8Linear) and name not in experts
         ]

@@ -28,6 +28,7 @@ from transformers.utils.quantization_config import Mxfp4Config, QuantizationMeth
 
 from grouped_linear.integrations.adapter import Request
 from grouped_linear.integrations.checkpoints.formats import for_now
+from grouped_linear.integrations.checkpoints.tensors import save_as_published
 from grouped_linear.integrations.convert import carry_out, plans_of
 from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.meta_kernels.rules import dtype_name
@@ -154,6 +155,8 @@ class GroupedLinearQuantizer(HfQuantizer):
         else:
             self._plain = copy.deepcopy(model)
             self.report = carry_out(self._request)
+        # Where weights are tied their scales are, too.
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
         self._experts = {n: m for n, m in model.named_modules() if goes_through_interface(m)}
         self._packed: dict[str, Any] = {}  # those in few bits, by the names of weights
         for name, module in self._experts.items():
@@ -222,8 +225,10 @@ class GroupedLinearQuantizer(HfQuantizer):
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         """The dtype to read a tensor in: that of the model in 16 bits, or for bytes None."""
+        read = param.get_dtype() if hasattr(param, "get_dtype") else str(param.dtype)
+        if "e8m0" in read.lower() and ".experts." in converter.target_patterns[0]:
+            return None  # also where the model wants every scale in float32, as Hy4
         if isinstance(converter, OnArrival):
-            read = param.get_dtype() if hasattr(param, "get_dtype") else str(param.dtype)
             is_high = self._fp8 is None and read.endswith(("16", "32"))
             return (self._dtype if dtype == torch.uint8 else dtype) if is_high else None
         return dtype if self._fp8 is None else self._fp8.get_new_dtype(converter, param, dtype)
@@ -238,6 +243,7 @@ class GroupedLinearQuantizer(HfQuantizer):
         super().postprocess_model(model, **kwargs)
         if self.quantization_config is self.asked:
             del model.config.quantization_config
+        save_as_published(model)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         for name, module in self._experts.items():

@@ -110,8 +110,9 @@ class CheckpointTensors:
             choices = "None, 'bf16', 'fp8' or 'mxfp4'"
             raise ValueError(f"{OP}: weights must be {choices}, got {weights!r}")
         is_peft = any(c.__name__ == "PeftModel" for m in model.modules() for c in type(m).__mro__)
+        parts_of_peft = ".lora_", ".base_layer.", ".original_module."
         for name, t in self._tensors().items():
-            if is_peft or ".lora_" in name or ".base_layer." in name:
+            if is_peft or any(part in name for part in parts_of_peft):
                 raise ValueError(f"{OP}: {name} is of a model with adapters: merge them before")
             if t.is_meta:
                 raise ValueError(f"{OP}: {name} is on the meta device and has no numbers yet")
@@ -185,8 +186,13 @@ def save_as_published(module: nn.Module) -> None:
             inside.update(model.modules())
             saves: Any = model.save_pretrained
             few = any(frozen_of(m) or _learns_in(m) for m in _experts_of(model).values())
-            if getattr(saves, "func", None) is not _save and few:
+            if getattr(saves, "func", None) is not _save and (few or _is_loaded_here(model)):
                 vars(model)["save_pretrained"] = partial(_save, saves, model)
+
+
+def _is_loaded_here(model: Any) -> bool:
+    """Whether the quantizer is that of ``GroupedLinearConfig``."""
+    return hasattr(getattr(model, "hf_quantizer", None), "asked")
 
 
 def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -198,7 +204,9 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     learns = {n: None if resumes or storage_of(m) else _learns_in(m) for n, m in experts.items()}
     changed = any(learns[name] or frozen_of(module) for name, module in experts.items())
     if not changed or getattr(model, "_hf_peft_config_loaded", False):  # adapters alone are saved
-        return save()
+        # Beside a quantizer transformers takes no state_dict=.
+        with for_now(model, {"hf_quantizer": None} if _is_loaded_here(model) else {}):
+            return save()
     forms = {name: learns[name] or storage_of(module) for name, module in experts.items()}
     config, conversions, obstacle = checkpoint_of(model, experts, forms)
     if obstacle is not None:
@@ -215,11 +223,16 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     def gathered(*args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state as files have it, made of bytes, which are made of weights that learn."""
         state = dict(gather(*args, **kwargs))
-        for key in [] if resumes else [*state]:
-            name, _, w = plain_name(key).rpartition(".")
+        if resumes:
+            return state
+        state = {plain_name(key): t for key, t in state.items()}
+        for key in [*state]:
+            name, _, w = key.rpartition(".")
             form, is_kept = forms.get(name), key + SCALE in state
             if form and w in weight_names(experts[name]):
                 t, scale = state.pop(key), state.pop(key + SCALE, None)
+                if is_kept and key in model.all_tied_weights_keys:
+                    scale = scale.clone()  # transformers reads them, and ties numbers alone
                 parts = (t, scale) if is_kept else _quantized(experts[name], t, form)
                 state |= in_file(key, form, parts, config)
         return state
@@ -252,8 +265,8 @@ def _casts_of(model: nn.Module) -> dict[int, torch.dtype]:
 
 
 def _experts_of(model: nn.Module) -> dict[str, Any]:
-    """A model's experts that go through transformers' interface, by their names in checkpoints."""
-    return {name: m for name, m in named_unwrapped(model) if goes_through_interface(m)}
+    """A model's experts that go through transformers' interface, by all names in checkpoints."""
+    return {name: m for name, m in named_unwrapped(model, False) if goes_through_interface(m)}
 
 
 def _learns_in(experts: Any) -> str | None:
@@ -295,9 +308,10 @@ def _whole(casts: dict[int, torch.dtype], t: Any, experts: Any, name: str, form:
     local = local_part(t)
     if form in STORAGES:
         if dtype is not None and storage_of(experts) is None:
-            t = distributed_like(t, getattr(local, "numbers", local).to(dtype))
+            t = distributed_like(t, getattr(local, "numbers", local).to(dtype), t.shape)
         return tuple(map(_gathered, _bytes_of(t, experts, name, str(form))))
-    t = distributed_like(t, local.numbers) if isinstance(local, GroupedTensorWithMaster) else t
+    if isinstance(local, GroupedTensorWithMaster):
+        t = distributed_like(t, local.numbers, t.shape)
     return _gathered(t).bfloat16() if form else _gathered(t)
 
 
@@ -309,7 +323,7 @@ def _bytes_of(t: Any, experts: Any, name: str, form: str) -> Parts:
     elif isinstance(local, GroupedTensorWithMaster):
         if form == "fp8" and local.recipe.weight == recipe_of_blocks(experts).weight:
             parts = local.quantized_weight().each(partial(distributed_like, t))
-        t = distributed_like(t, local.numbers)
+        t = distributed_like(t, local.numbers, t.shape)
     if parts is not None:
         return as_bytes(parts[:2])  # type: ignore[arg-type]
     return _quantized(experts, t if not is_dtensor(t) or is_by_experts(t) else _gathered(t), form)
