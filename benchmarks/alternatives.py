@@ -4,6 +4,7 @@
 T rows, E groups, K in_features, N out_features.
 """
 
+import functools
 import importlib.util
 import math
 from pathlib import Path
@@ -93,9 +94,14 @@ def unsloth_mxfp4(device: torch.device) -> Any:
     return module.mxfp4_grouped_mm
 
 
+@functools.cache
 def sglang_experts() -> Any:
-    """SGLang's fused experts in Triton, as vLLM's; None where sglang is not installed."""
-    if importlib.util.find_spec("sglang") is None:
-        return None
+    """SGLang's fused experts in Triton, as vLLM's: pip install sglang.
+
+    They read a server's settings and its group of processes: here its defaults, and no group.
+    """
+    context: Any = importlib.import_module("sglang.srt.runtime_context")
+    context.get_context().override_server_args().install()
+    context.get_parallel().override_permanently(tp_group=None)
     name = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
     return importlib.import_module(name).outplace_fused_experts

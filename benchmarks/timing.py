@@ -510,15 +510,15 @@ def page(title: str, about: str, benchmark: str, device: torch.device, table: st
 
 
 def replace_rows(
-    benchmark: str, columns: Sequence[str], rows: Sequence[Sequence[str]], how: str
+    benchmark: str, columns: Sequence[str], rows: Sequence[Sequence[str]], how: str, same: int = 1
 ) -> None:
     """Replace a record's rows of the same first cells; Markdown shows all that it has then."""
     device = torch.device("cuda")
     path = RESULTS / f"{benchmark}_{slug(device)}.csv"
-    measured, kept = {row[0] for row in rows}, []
+    measured, kept = {tuple(row[:same]) for row in rows}, []
     if path.exists():
         with path.open(newline="") as file:
-            kept = [row for row in list(csv.reader(file))[1:] if row[0] not in measured]
+            kept = [row for row in [*csv.reader(file)][1:] if tuple(row[:same]) not in measured]
     cells = [columns, *kept, *rows]
     with path.open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(cells)

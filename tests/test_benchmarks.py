@@ -304,9 +304,67 @@ def test_decode_beside_triton(form: str, monkeypatch: pytest.MonkeyPatch) -> Non
     x = torch.randn(8, 128, dtype=torch.bfloat16)
     given = (x, *torch.rand(8, 4).softmax(dim=-1).topk(2))
     y, triton = bench_decode.call_of(layer, given)(), bench_decode.triton_of(layer, given)()
-    bench_decode.check("tiny", form, triton, y)
-    with pytest.raises(SystemExit, match="from ours"):
-        bench_decode.check("tiny", form, triton * 1.2, y)
+    bench_decode.check(form, triton, y)
+    with pytest.raises(ValueError, match="from ours"):
+        bench_decode.check(form, triton * 1.2, y)
+
+
+def test_sglang_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in: its experts read a server's settings and a group, so both are there first."""
+    names = ("runtime_context", "layers.moe.moe_runner.triton_utils.fused_moe")
+    context, experts = (types.ModuleType(f"sglang.srt.{name}") for name in names)
+    done: list[Any] = []
+    settings = types.SimpleNamespace(install=lambda: done.append("settings"))
+    server = types.SimpleNamespace(override_server_args=lambda: settings)
+    group = types.SimpleNamespace(override_permanently=lambda **given: done.append(given))
+    context.__dict__.update(get_context=lambda: server, get_parallel=lambda: group)
+    experts.__dict__.update(outplace_fused_experts="experts")
+    for module in (context, experts):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert alternatives.sglang_experts.__wrapped__() == "experts"
+    assert done == ["settings", {"tp_group": None}]
+
+
+def test_decode_when_triton_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One token's call fails and another's is wrong: a line says so, and all our rows are there."""
+
+    def experts(x: Tensor, *given: Any, **options: Any) -> Tensor:
+        if len(x) == 1:
+            raise ValueError("\nconfig namespace 'exec' not published\n")
+        return x
+
+    monkeypatch.setattr(alternatives, "sglang_experts", lambda: experts)
+    monkeypatch.setattr(bench_decode, "find_spec", lambda package: True)
+    monkeypatch.setattr(bench_decode, "DEVICE", CPU)
+    monkeypatch.setattr(bench_decode, "COPIED", (1 << 20,))
+    monkeypatch.setattr(bench_decode, "SIZES", {"tiny": bench_decode.Size(4, 128, 128, 2, {})})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
+    monkeypatch.setattr(sys, "argv", ["bench_decode", "--forms", "bf16", "--tokens", "1", "2"])
+    bench_decode.main()
+    notes, rows = [], []
+    for line in capsys.readouterr().out.splitlines():
+        (rows if line.startswith("| tiny") else notes).append(line)
+    assert [row.split(" | ")[1:3] for row in rows] == [["bf16", "1"], ["bf16", "2"]]
+    failed = [note for note in notes if note.startswith("Triton left out of tiny, bf16, ")]
+    assert len(failed) == 2
+    assert failed[0].endswith("1 tokens: ValueError: config namespace 'exec' not published")
+    assert failed[1].endswith("from ours")
+
+
+def test_record_keeps_other_cases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows replace those whose first cells, as many as name a case, are the same."""
+    monkeypatch.setattr(timing, "RESULTS", tmp_path)
+    monkeypatch.setattr(timing, "slug", lambda device: "gpu")
+    monkeypatch.setattr(timing, "machine", lambda device: [])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "no GPU")
+    for rows in (["abc", "abd", "bbe"], ["abf"]):
+        timing.replace_rows("bench", ("layer", "form", "us"), [list(row) for row in rows], "", 2)
+    kept = (tmp_path / "bench_gpu.csv").read_text().splitlines()
+    assert kept == ["layer,form,us", "b,b,e", "a,b,f"]
+    timing.replace_rows("bench", ("layer", "form", "us"), [list("acg")], "")
+    assert (tmp_path / "bench_gpu.csv").read_text().splitlines()[1:] == ["b,b,e", "a,c,g"]
 
 
 @pytest.mark.parametrize("package", ["sonicmoe", "sonic_moe"])
