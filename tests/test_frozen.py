@@ -161,6 +161,8 @@ def test_errors() -> None:
         substituted,
         lambda: layer.freeze("weight", (other, other), Float8BlockScaling()),
         lambda: layer.freeze("weight", (other.to(E4M3), other), Float8BlockScaling()),
+        lambda: layer.dequantize("down_proj"),
+        lambda: make_layer(weights="both").dequantize("weight"),
     ]
     before, sentences = copy.deepcopy(layer), []
     for case in cases:
@@ -184,7 +186,9 @@ GroupedMLP: weights='fp8' is frozen and has no gradient: leave fuse_wgrad_accumu
 only Tensors of floating point dtype can require gradients
 GroupedLinear: weight is frozen in uint8, got float32: load_state_dict quantizes
 frozen weight: numbers must be float8_e4m3fn, got float32
-frozen weight: scale must be [4, 3, 2], got [4, 272, 144]""",
+frozen weight: scale must be [4, 3, 2], got [4, 272, 144]
+GroupedLinear: dequantize reads what is frozen, here weight, got 'down_proj': read others directly
+GroupedLinear: dequantize reads what is frozen, here nothing, got 'weight': read others directly""",
     )
 
 
@@ -398,6 +402,19 @@ def test_state_dicts_that_mean_something_else(kind: Any, weights: Any) -> None:
     for part in (name, f"{name}_scale_inv"):
         if part in target.state_dict():
             assert_same_bits(bits(target.state_dict()[part]), bits(before.state_dict()[part]))
+
+
+@pytest.mark.parametrize(("own", "other"), [("fp8", "mxfp4"), ("mxfp4", "fp8")])
+def test_bytes_of_the_other_format_are_named(own: Any, other: Any) -> None:
+    """And what the state has is not said to be missing."""
+    layer, source = (GroupedLinear(E, 64, N, bias=False, weights=w) for w in (own, other))
+    with pytest.raises(RuntimeError) as error:
+        layer.load_state_dict(source.state_dict())
+    assert str(error.value).splitlines()[1:] == [
+        f"\tweight: it must be in high precision, or {own.upper()} with scales, got "
+        f"{other.upper()}: load what dequantize(name) of its layer returns."
+    ]
+    layer.load_state_dict({"weight": source.dequantize("weight")})
 
 
 @pytest.mark.parametrize("assign", [False, True])

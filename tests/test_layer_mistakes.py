@@ -187,7 +187,7 @@ def test_of_one_layer() -> None:
     assert_expected_inline(
         said(OTHERS),
         """\
-RuntimeError: grouped_linear: K differs: x has 32, weight 16
+RuntimeError: grouped_linear: K differs: x has 32, weight [E, N, K] 16
 RuntimeError: grouped_mlp: gate_up_proj must be [E, 2 F, 32], as x has 32 features, got [2, 64, 16]
 RuntimeError: grouped_linear: weight must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
 RuntimeError: grouped_linear: bias must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does

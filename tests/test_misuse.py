@@ -127,9 +127,9 @@ def test_group_sizes_on_cpu() -> None:
         "\n".join(lines),
         """\
 splits_to_offsets: m_splits must not be negative, got -1 at group 1
-splits_to_offsets: m_splits must sum to at most num_rows 10, got 3 + 8 at group 1
-splits_to_offsets: m_splits must sum to at most num_rows 10, got 0 + 4611686018427387904 at group 0
-splits_to_offsets: m_splits must not be negative, got -9223372036854775808 at group 0""",
+splits_to_offsets: m_splits, the rows of each group, must sum to at most num_rows 10, got 3 + 8 at group 1
+splits_to_offsets: m_splits, the rows of each group, must sum to at most num_rows 10, got 0 + 4611686018427387904 at group 0
+splits_to_offsets: m_splits must not be negative, got -9223372036854775808 at group 0""",  # noqa: E501
     )
 
 
@@ -246,7 +246,7 @@ def test_calls_of_the_layer() -> None:
     assert_expected_inline(
         "\n".join(map(sentence, mistakes)),
         """\
-splits_to_offsets: m_splits must sum to at most num_rows 5, got 2 + 4 at group 1
+splits_to_offsets: m_splits, the rows of each group, must sum to at most num_rows 5, got 2 + 4 at group 1
 grouped_linear: weight must be [E, N, K], got [32, 16]
 grouped_linear: bias must be [2, 32], as weight is [2, 32, 16], got [2, 16]
 grouped_linear: bias is on meta, x is on cpu
@@ -256,7 +256,7 @@ grouped_linear: state must be a grouped_linear.recipes.DelayedScalingState, got 
 grouped_linear: state needs a recipe that has one, got recipe None
 group_quantize_delayed: E differs: scale has 3, offs has 2
 DelayedScalingState: recipe must be DelayedScaling, got Float8BlockScaling()
-DelayedScalingState: num_groups must be an integer from 1 to 1024, got 0""",
+DelayedScalingState: num_groups must be an integer from 1 to 1024, got 0""",  # noqa: E501
     )
     with pytest.raises(TypeError, match="weight must be a tensor, got NoneType"):
         grouped_linear(x, None, m_splits)  # type: ignore[arg-type]

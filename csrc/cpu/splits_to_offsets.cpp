@@ -16,7 +16,8 @@ void write_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment, 
     check(size >= 0, "splits_to_offsets: m_splits must not be negative, got ", size, " at group ",
           e);
     // num_rows - sum cannot overflow, sum + size can
-    check(size <= num_rows - sum, "splits_to_offsets: m_splits must sum to at most num_rows ",
+    check(size <= num_rows - sum,
+          "splits_to_offsets: m_splits, the rows of each group, must sum to at most num_rows ",
           num_rows, ", got ", sum, " + ", size, " at group ", e);
     sum += size;
     // Neither rounding up to a huge alignment nor the sum may overflow.

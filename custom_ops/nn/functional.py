@@ -89,7 +89,7 @@ def apply_linear(
     weights = projection.weights
     if x_TK.size(1) != projection.in_features:
         raise RuntimeError(
-            f"{op}: K differs: x has {x_TK.size(1)}, weight {projection.in_features}"
+            f"{op}: K differs: x has {x_TK.size(1)}, weight [E, N, K] {projection.in_features}"
         )
     check_projection(op, LINEAR, projection, x_TK)
     E = len(weights) if weights[0].dim() == 2 else len(weights[0])

@@ -290,7 +290,15 @@ class KeepsFrozen(nn.Module):
         Returns:
             [E, N, K], or [E, K, N] where high precision is transposed; of a sharded weight a
             DTensor.
+
+        Raises:
+            ValueError: for a name that is no frozen weight's.
         """
+        if name not in self._frozen:
+            raise ValueError(
+                f"{type(self).__name__}: dequantize reads what is frozen, here "
+                f"{', '.join(self._frozen) or 'nothing'}, got {name!r}: read others directly"
+            )
         own, frozen = self._parameters[name], self._frozen[name]
         w = frozen.storage.dequantize(*self._local_parts(name), dtype or frozen.dtype)
         return distributed_like(own, w.mT if self.is_transposed else w)
@@ -357,8 +365,8 @@ class KeepsFrozen(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        metadata, error_msgs = args[0], args[4]
-        scales = [name + SCALE for name in self._frozen]
+        metadata, missing, error_msgs = args[0], args[2], args[4]
+        scales, refused = [name + SCALE for name in self._frozen], set[str]()
         for name, own in self._parameters.items():
             key = prefix + name
             if own is None or not isinstance(state_dict.get(key), Tensor):
@@ -372,12 +380,14 @@ class KeepsFrozen(nn.Module):
                 self._take(name, own, key, state_dict)
             except (RuntimeError, ValueError) as error:
                 error_msgs.append(f"{key}: {error}.")
+                refused |= {key, key + SCALE}
                 state_dict.pop(key)  # numbers without their scales are no weight
                 state_dict.pop(key + SCALE, None)
                 continue
             if metadata.get("assign_to_params_buffers"):
                 state_dict[key] = as_master(own, state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        missing[:] = [key for key in missing if key not in refused]  # they are there, and unfit
         self._guard()
 
     def _take(self, name: str, own: Any, key: str, state_dict: dict[str, Any]) -> None:
@@ -403,10 +413,11 @@ class KeepsFrozen(nn.Module):
             plain = plain.mT.contiguous() if self.is_transposed else plain
             state_dict[key] = distributed_like(w, plain)
         elif w.dtype.itemsize == 1 or (frozen is not None and not w.is_floating_point()):
-            raise ValueError(
-                f"it must be in high precision, or {dtype_name(storage.values)} with scales, got "
-                f"{dtype_name(w.dtype)}"
-            )
+            fits, got = dtype_name(storage.values), dtype_name(w.dtype)
+            if weights is not None and w.dtype == getattr(scale, "dtype", None):  # a layer's bytes
+                fits = "MXFP4" if weights == "fp8" else "FP8"
+                got = f"{weights.upper()}: load what dequantize(name) of its layer returns"
+            raise ValueError(f"it must be in high precision, or {fits} with scales, got {got}")
         elif frozen is not None:
             # torch.distributed.checkpoint completes a whole state by the module's: own scales.
             if scale is not None:
