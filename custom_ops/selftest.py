@@ -148,3 +148,7 @@ def main() -> int:
                 failed += not right
     print(f"\n{f'{failed} FAILED' if failed else 'nothing failed'}", ASK, sep="\n")
     return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

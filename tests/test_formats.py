@@ -397,8 +397,14 @@ def test_what_is_said_about_a_recipe(formats: dict[str, Any], sentence: str) -> 
     ("options", "sentence"),
     [
         ({"scaling": "blocks"}, "scaling must be None, 'block', 'group', 'delayed' or 'mx', got"),
-        ({"dtype": torch.float8_e5m2, "scaling": "block"}, "no such format: dtype float8_e5m2 wi"),
-        ({"dtype": torch.float8_e4m3fn}, "no such format: dtype float8_e4m3fn with scaling None"),
+        (
+            {"dtype": torch.float8_e5m2, "scaling": "block"},
+            "with scaling 'block' dtype must be float8_e4m3fn, got float8_e5m2",
+        ),
+        (
+            {"dtype": torch.float8_e4m3fn},
+            "with scaling None dtype must be None or bfloat16 or float16, got float8_e4m3fn",
+        ),
         ({"wgrad_dtype": torch.float32}, "wgrad_dtype must be None, bfloat16 or float16, got flo"),
         ({"quantize": "mine"}, "quantize must be a function, got 'mine'"),
         ({"quantize": to_64ths, "dtype": BF16}, "quantize takes the place of dtype and scaling"),

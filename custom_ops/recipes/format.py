@@ -199,9 +199,11 @@ class Format:
                 f"got {self.scaling!r}"
             )
         dtypes = {None: (None, *SIXTEEN_BITS), "block": (E4M3,), "mx": (E4M3,)}
-        if self.dtype not in dtypes.get(self.scaling, FP8):
+        fitting = dtypes.get(self.scaling, FP8)
+        if self.dtype not in fitting:
             raise ValueError(
-                f"Format: no such format: dtype {shown(self.dtype)} with scaling {self.scaling!r}"
+                f"Format: with scaling {self.scaling!r} dtype must be "
+                f"{' or '.join(map(shown, fitting))}, got {shown(self.dtype)}"
             )
         if self.wgrad_dtype not in (None, *SIXTEEN_BITS):
             raise ValueError(
