@@ -166,14 +166,12 @@ def compare(
     def hook(name: str, module: nn.Module, args: Any, kwargs: Any, y: Any) -> None:
         output = y[0] if isinstance(y, tuple) else y
         given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        counted = [(t, t._version) for t in given if not t.is_inference()]
+        before = [t.is_inference() or t._version for t in given]
 
         def of_backward(dy: Tensor) -> None:
-            if any(t._version != before for t, before in counted):
-                raise ValueError(
-                    f"compare: an input of {name or type(model).__name__} was written in place "
-                    "after the call: have step write a clone()"
-                )
+            if [t.is_inference() or t._version for t in given] != before:
+                where = name or type(model).__name__
+                raise ValueError(f"compare: an input of {where} was written since: write a clone()")
             measure(name, args, kwargs, dy)
 
         if output.requires_grad:

@@ -589,14 +589,13 @@ class _Layer(_State):
 
 def _is_in_function() -> bool:
     """Whether an autograd Function with a backward runs this, as reentrant checkpoints do."""
-    frame = inspect.currentframe()
-    while frame is not None:
+    frame: Any = inspect.currentframe()
+    while (frame := frame.f_back) is not None:
         name, first = frame.f_code.co_name, (*frame.f_code.co_varnames, "")[0]
         if name == "forward" and first != "self":  # to read others' locals keeps them alive
             ctx: Any = frame.f_locals.get(first)
             if isinstance(ctx, FunctionCtx) and any(getattr(ctx, "needs_input_grad", ())):
                 return True
-        frame = frame.f_back
     return False
 
 

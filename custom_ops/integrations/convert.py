@@ -255,8 +255,7 @@ def _check_found(model: nn.Module, found: Mapping[str, Experts], request: Reques
             other, of_other = kept.setdefault(id(p), (name, way))
             if p is not None and of_other != way:
                 raise ValueError(
-                    f"convert: {name} has a weight of {other}, and recipes keep it in two ways: "
-                    "give both the same"
+                    f"convert: {name} has a weight of {other}: recipes must keep both in one way"
                 )
 
 

@@ -104,8 +104,7 @@ class WeightCache(nn.Module):
             self._in_graphs, self._source = True, None
         elif first is not False:
             known = first is True and not self._in_graphs
-            # Not their ids, which others get after them.
-            source = tuple((_hold(w), _count(w)) for w in weights)
+            source = tuple((_hold(w), _count(w)) for w in weights)  # ids are used again
             self._filling = self._writes, source if known else None
         elif self._source is not None:
             pairs = list(zip(self._source, weights, strict=True))
