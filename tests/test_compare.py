@@ -214,6 +214,10 @@ def test_what_cannot_be_compared() -> None:
     delayed = linear(DelayedScaling())
     with pytest.raises(ValueError, match=r"roles=True needs a recipe without state, got Delayed"):
         compare(delayed, lambda: delayed(x, SPLITS).backward(dy), roles=True)
+    h = x.detach().clone()
+    match = r"^compare: an input of GroupedLinear was written since: write a clone\(\)$"
+    with pytest.raises(ValueError, match=match):
+        compare(layer, lambda: [y.backward(dy) for y in [layer(h, SPLITS)] if h.zero_() is h])
     assert not layer._forward_hooks
 
 
@@ -304,6 +308,14 @@ def test_micro_batches(options: dict[str, Any]) -> None:
     (plain,) = compare(layer, lambda: layer(x, SPLITS).backward(dy)).worst("output")
     found = compare(layer, lambda: [layer(x, SPLITS, i).backward(dy) for i in (True, False)])
     assert found.worst("output")[0].difference == pytest.approx(plain.difference)
+
+
+def test_weight_gradients_that_a_step_delays() -> None:
+    options: Any = {"bias": False, "params_dtype": FP32, "recipe": Float8BlockScaling()}
+    layer = te.GroupedLinear(E, K, N, delay_wgrad_compute=True, **options)
+    x, dy = arguments()
+    found = compare(layer, lambda: [layer(x, SPLITS).backward(dy), layer.backward_dw()])  # type: ignore[union-attr]
+    assert {d.tensor for d in found.differences} == {"output", "x", "weight0", "weight1", "weight2"}
 
 
 def test_a_gradient_of_zeros() -> None:

@@ -489,9 +489,13 @@ def test_tied_weights_stay_tied(weights: Any, swapped: bool) -> None:
     assert sentence(
         lambda: convert(model, Float8BlockScaling(), weights=weights, recipes=recipes)
     ) == (
-        "convert: model.layers.1.mlp.experts has a weight of model.layers.0.mlp.experts, and "
-        "recipes keep it in two ways: give both None, or none of them"
+        "convert: model.layers.1.mlp.experts has a weight of model.layers.0.mlp.experts: recipes "
+        "must keep both in one way"
     )
+    if weights == "fp8":  # its scales are those of one recipe
+        of_one = {"model.layers.0.*": Float8BlockScaling(power_of_two_scales=False)}
+        with pytest.raises(ValueError, match=r"recipes must keep both in one way$"):
+            convert(model, Float8BlockScaling(), weights=weights, recipes=of_one)
     convert(model, Float8BlockScaling(), weights=weights)
     assert {*map(id, one.parameters())} == {*map(id, other.parameters())}
     del held

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import pickle
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -598,6 +599,19 @@ def test_layers_below_all_that_learns(reentrant: bool) -> None:
     loss.backward()
 
 
+def test_tensors_of_whoever_calls_go_when_they_are_let_go() -> None:
+    """Python 3.11 keeps the locals of a frame that another one has read."""
+    model, ids, experts = converted(layers=2), tokens("cpu", B, S), random_experts(layers=2)
+    layer = model.model.layers[0]
+    layer.forward = torch.no_grad()(layer.forward)
+    large = torch.ones(3)
+    held = weakref.ref(large)
+    with replay_routing(model, experts):
+        model(ids)
+    del large
+    assert held() is None
+
+
 def compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="eager")
 
@@ -806,6 +820,6 @@ def test_parts_of_a_routing_as_samplers_have_them() -> None:
     late = pad_routing(model, [(np.int32(1), rows[1:])], mask)
     assert late[0, 1].eq(-1).all()
     assert torch.equal(late[0, 2:], expected[0, 2:])
-    for wrong in ((-1, rows), (True, rows), [rows[:2], rows[2:]], object()):
+    for wrong in ((-1, rows), (True, rows), [rows[:2], rows[2:]], object(), "AAA="):
         with pytest.raises(ValueError, match="pad_routing: sequence 0"):
             pad_routing(model, [wrong], mask)

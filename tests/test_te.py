@@ -248,6 +248,17 @@ def test_out_of_scope(name: str, value: Any) -> None:
         make_layer(**{name: value})
 
 
+def test_of_a_list_by_the_other_class() -> None:
+    linears = [nn.Linear(16, 32) for _ in range(2)]
+    with pytest.raises(
+        NotImplementedError, match=r"^te\.GroupedLinear has no from_linears: make a g"
+    ):
+        te.GroupedLinear.from_linears(linears)
+    layer = te.GroupedLinear(2, 16, 32)
+    layer.load_state_dict(GroupedLinear.from_linears(linears).state_dict())
+    assert torch.equal(layer.weight1, linears[1].weight)
+
+
 def test_defaults_of_what_is_out_of_scope() -> None:
     make_layer(sequence_parallel=False, tp_group=None, tp_size=1, parallel_mode=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'experts'"):

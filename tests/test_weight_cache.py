@@ -8,6 +8,7 @@ T rows, E groups, K in_features, N out_features.
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -348,6 +349,16 @@ def test_reads_no_other_weight_than_it_was_filled_from(make: Make, recipe: Recip
         )
         layer(x, m_splits, torch.tensor(False))  # the host cannot know what is in it from now on
         assert_same_bits(layer(x, m_splits, False), y)
+
+
+def test_one_tensor_in_the_place_of_the_weight() -> None:
+    """Several calls may substitute it; none of them keeps it."""
+    layer, (x, m_splits) = make_layer(QUANTIZING["block"]), inputs()
+    given = {"weight": layer.weight.detach() * 3}
+    y = functional_call(layer, given, (x, m_splits, True))
+    assert_same_bits(functional_call(layer, given, (x, m_splits, False)), y)
+    held = weakref.ref(given.pop("weight"))
+    assert held() is None
 
 
 @pytest.mark.parametrize("kind", [nn.Parameter, Tensor.clone])

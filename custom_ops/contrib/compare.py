@@ -165,8 +165,17 @@ def compare(
 
     def hook(name: str, module: nn.Module, args: Any, kwargs: Any, y: Any) -> None:
         output = y[0] if isinstance(y, tuple) else y
+        given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        before = [t.is_inference() or t._version for t in given]
+
+        def of_backward(dy: Tensor) -> None:
+            if [t.is_inference() or t._version for t in given] != before:
+                where = name or type(model).__name__
+                raise ValueError(f"compare: an input of {where} was written since: write a clone()")
+            measure(name, args, kwargs, dy)
+
         if output.requires_grad:
-            output.register_hook(lambda dy: measure(name, args, kwargs, dy))
+            output.register_hook(of_backward)
         else:  # frozen, as all before it
             measure(name, args, kwargs, None)
 
@@ -250,7 +259,7 @@ def _with_recipe(experts: Experts, recipe: Recipe | None, dtype: torch.dtype) ->
     """
     layer = experts.module
     other = copy.copy(layer)
-    changed: dict[str, Any] = {"observed": None, "_modules": {}}
+    changed: dict[str, Any] = {"observed": None, "_modules": {}, "delay_wgrad_compute": False}
     for name, module in layer._modules.items():
         is_state = isinstance(module, DelayedScalingState) or name == "scaling_states"
         if is_state and recipe is not None and recipe.has_state:

@@ -217,9 +217,9 @@ def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask:
 
 def _part_of(where: str, part: Any, L: int, C: int) -> Tensor:
     """A part of a sequence's routing as a tensor; of a number as many tokens without a row."""
-    if isinstance(part, str):
-        part = torch.frombuffer(bytearray(base64.b64decode(part)), dtype=torch.int32)
     try:
+        if isinstance(part, str):
+            part = torch.frombuffer(bytearray(base64.b64decode(part)), dtype=torch.int32)
         t = part.cpu() if isinstance(part, Tensor) else torch.tensor(0 if part is None else part)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{where}: no integers [tokens, layers, {C}]: {error}") from None
@@ -589,12 +589,13 @@ class _Layer(_State):
 
 def _is_in_function() -> bool:
     """Whether an autograd Function with a backward runs this, as reentrant checkpoints do."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        ctx: Any = frame.f_locals.get((*frame.f_code.co_varnames, "")[0])
-        if isinstance(ctx, FunctionCtx) and any(getattr(ctx, "needs_input_grad", ())):
-            return True
-        frame = frame.f_back
+    frame: Any = inspect.currentframe()
+    while (frame := frame.f_back) is not None:
+        name, first = frame.f_code.co_name, (*frame.f_code.co_varnames, "")[0]
+        if name == "forward" and first != "self":  # to read others' locals keeps them alive
+            ctx: Any = frame.f_locals.get(first)
+            if isinstance(ctx, FunctionCtx) and any(getattr(ctx, "needs_input_grad", ())):
+                return True
     return False
 
 

@@ -247,15 +247,15 @@ def _check_found(model: nn.Module, found: Mapping[str, Experts], request: Reques
             f"convert: no experts have a name that matches {', '.join(unused)} of recipes: names "
             f"are whole, as {next(iter(found))!r}"
         )
-    kept: dict[int, tuple[str, Weights]] = {}
+    kept: dict[int, tuple[str, Any]] = {}
     for name, experts in found.items():
-        weights = request.of(name).weights
+        asked = request.of(name)
+        way = asked.weights, asked.weights == "fp8" and asked.recipe and asked.recipe.weight
         for p in map(experts.module._parameters.get, experts.weights):
-            other, of_other = kept.setdefault(id(p), (name, weights))
-            if p is not None and of_other != weights:
+            other, of_other = kept.setdefault(id(p), (name, way))
+            if p is not None and of_other != way:
                 raise ValueError(
-                    f"convert: {name} has a weight of {other}, and recipes keep it in two ways: "
-                    "give both None, or none of them"
+                    f"convert: {name} has a weight of {other}: recipes must keep both in one way"
                 )
 
 

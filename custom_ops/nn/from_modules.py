@@ -105,9 +105,9 @@ def _check_alike(op: str, experts: Sequence[nn.Module]) -> None:
     parameters = [dict(expert.named_parameters()) for expert in experts]
     every = [p for one in parameters for p in one.values()]
     check_whole(op, every, "make the layer")
-    forms = {tuple((n, p.shape, p.dtype) for n, p in one.items()) for one in parameters}
+    forms = {tuple((n, p.shape, p.dtype, p.device) for n, p in one.items()) for one in parameters}
     if len(forms) != 1:
-        raise ValueError(f"{op}: modules differ in their parameters' names, shapes or dtypes")
+        raise ValueError(f"{op}: modules differ in parameters' names, shapes, dtypes or devices")
     if len({tuple(p.requires_grad for p in one.values()) for one in parameters}) != 1:
         raise ValueError(f"{op}: modules differ in their parameters' requires_grad")
     lost = next((f"{e}{one}" for e, m in enumerate(experts) for one in _lost(m)), None)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantized weight that a layer keeps from one micro-batch to the next."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ class WeightCache(nn.Module):
 
     _numbers: Any
     _cold_writes: int
-    _source: Any  # each parameter that filled it, or None for another tensor, with its writes
+    _source: Any  # each tensor that filled it, as a function returns it, with its writes
     _filling: Any  # the writes before a call that fills it, and the source that it then has
 
     def __init__(self, recipe: Recipe, E: int, N: int, K: int, device: Device) -> None:
@@ -103,13 +104,11 @@ class WeightCache(nn.Module):
             self._in_graphs, self._source = True, None
         elif first is not False:
             known = first is True and not self._in_graphs
-            # Not their ids, which others get after them. No weak references: torch swaps no tensors
-            # that have some. Others than parameters live for a call, with their memory and graph.
-            source = tuple((w if isinstance(w, nn.Parameter) else None, _count(w)) for w in weights)
+            source = tuple((_hold(w), _count(w)) for w in weights)  # ids are used again
             self._filling = self._writes, source if known else None
         elif self._source is not None:
             pairs = list(zip(self._source, weights, strict=True))
-            if not all(filled is w for (filled, _), w in pairs):
+            if not all(filled() is w for (filled, _), w in pairs):
                 was = "is another tensor in this call"
             elif any(count != _count(w) for (_, count), w in pairs):
                 was = "was written since, as by an optimizer"
@@ -180,6 +179,11 @@ class WeightCache(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         with torch.no_grad():
             self.reset()
+
+
+def _hold(w: Tensor) -> Callable[[], Tensor | None]:
+    """A parameter, as torch swaps none with weak references; another tensor while it lives."""
+    return (lambda: w) if isinstance(w, nn.Parameter) else weakref.ref(w)
 
 
 def _count(w: Tensor) -> int | None:

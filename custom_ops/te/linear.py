@@ -182,6 +182,12 @@ class GroupedLinear(linear.GroupedLinear):
                     self._init_method(expert)
             super()._draw(weight if self._init_method is None else (), bias)
 
+    @classmethod
+    def from_linears(cls, *args: Any, **options: Any) -> Any:
+        """Not here: this class loads the state dict of a ``grouped_linear.GroupedLinear``."""
+        made = "make a grouped_linear.GroupedLinear and load its state_dict()"
+        raise NotImplementedError(f"te.GroupedLinear has no from_linears: {made}")
+
     # --- a call ----------------------------------------------------------------------------------
 
     def forward(  # type: ignore[override]
