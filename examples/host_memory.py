@@ -81,7 +81,7 @@ def keep_on_host(blocks: Sequence[nn.Module], device: torch.device) -> None:
             coming[backward, following] = bring(blocks[following])
 
     def after(block: nn.Module, *_: Any) -> None:
-        for owner, name, p in on_host.pop(block):
+        for owner, name, p in on_host.pop(block, ()):  # none if `before` raised
             owner._parameters[name] = p
 
     for i, block in enumerate(blocks):

@@ -169,9 +169,11 @@ def test_errors() -> None:
         with pytest.raises((ValueError, RuntimeError)) as error:
             case()
         sentences.append(str(error.value))
-    with pytest.raises(KeyError, match="attribute 'forward' already exists"):
-        layer.freeze("forward", other, Float8BlockScaling())
-    assert layer.frozen_weight("forward") is None
+    before.other_scale_inv = layer.other_scale_inv = None
+    for name, taken in (("forward", "forward"), ("other", "other_scale_inv")):
+        with pytest.raises(KeyError, match=f"attribute '{taken}' already exists"):
+            layer.freeze(name, other, Float8BlockScaling())
+        assert layer.frozen_weight(name) is None
     assert_same_state(layer, before)
     assert_expected_inline(
         "\n".join(sentences),

@@ -221,7 +221,10 @@ class KeepsFrozen(nn.Module):
         else:
             frozen, parts = Frozen(weights, recipe, dtype or torch.bfloat16), weight
         _check_parts(frozen.storage, *map(local_part, parts))
-        for part_name, part in zip((name, name + SCALE), as_bytes(parts), strict=True):
+        names = name, name + SCALE
+        if taken := [n for n in names if hasattr(self, n) and n not in self._parameters]:
+            raise KeyError(f"attribute {taken[0]!r} already exists")
+        for part_name, part in zip(names, as_bytes(parts), strict=True):
             self.register_parameter(part_name, nn.Parameter(part, requires_grad=False))
         self._frozen = {**self._frozen, name: frozen}
         self._guard()
