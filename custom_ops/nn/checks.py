@@ -305,8 +305,9 @@ def check_choices(
         raise ValueError(f"{op}: max_rows must be below 2**31, got {max_rows}")
 
 
-def check_dispatched(op: str, x: Tensor, dispatched: Any) -> None:
-    """Check what a dispatcher returned for tokens x [T, H]; ``op`` names its method."""
+def check_dispatched(dispatcher: nn.Module, x: Tensor, dispatched: Any) -> None:
+    """Check what a dispatcher returned for tokens x [T, H]."""
+    op = f"{type(dispatcher).__name__}.dispatch"
     if not isinstance(dispatched, tuple) or len(dispatched) != 5:
         raise TypeError(f"{op} must return a Dispatched, got {type(dispatched).__name__}")
     came, top_k_weights, top_k_index, max_rows, _ = dispatched
@@ -320,8 +321,9 @@ def check_dispatched(op: str, x: Tensor, dispatched: Any) -> None:
     check_choices(op, came, top_k_weights, top_k_index, max_rows)
 
 
-def check_combined(op: str, x: Tensor, y: Any) -> None:
+def check_combined(dispatcher: nn.Module, x: Tensor, y: Any) -> None:
     """Check that a dispatcher summed outputs of tokens x [T, H]; not in a graph, of any sizes."""
+    op = f"{type(dispatcher).__name__}.combine"
     check_tensor(op, "the result", y)
     if not torch.compiler.is_compiling() and y.shape != x.shape:
         raise RuntimeError(f"{op} must return {list(x.shape)}, got {list(y.shape)}")

@@ -230,14 +230,14 @@ def apply_mlp(
     index_TC = top_k_index.reshape(-1, top_k_index.size(-1))
     weights_TC = top_k_weights.reshape(-1, top_k_weights.size(-1))
     arriving = dispatched = None
-    name, sent_TH = type(dispatcher).__name__, x_TH
+    sent_TH = x_TH
     if dispatcher is not None:
         started = dispatcher._start(x_TH.detach(), weights_TC.detach(), index_TC)
         if started is not None:
             arriving, index_TC, max_rows = started
         else:
             dispatched = dispatcher.dispatch(x_TH, weights_TC, index_TC)
-            check_dispatched(f"{name}.dispatch", x_TH, dispatched)
+            check_dispatched(dispatcher, x_TH, dispatched)
             x_TH, weights_TC, index_TC, max_rows, _ = dispatched
     routing = ops.sort_by_expert(index_TC, len(projections[0][1]))
     rows = ChosenRows(*routing) if max_rows is None else truncate_routing(routing, max_rows)
@@ -252,7 +252,7 @@ def apply_mlp(
     y_TH = _apply(x_TH, weights_TC, rows, projections, config, arriving)
     if dispatcher is not None and dispatched is not None:
         y_TH = dispatcher.combine(y_TH, dispatched)
-        check_combined(f"{name}.combine", sent_TH, y_TH)
+        check_combined(dispatcher, sent_TH, y_TH)
     return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)
 
 
