@@ -27,6 +27,9 @@ GROUPED_LINEAR_DEVICE uint32_t halves_of(uint32_t code) {
   return exponent == 0 ? mantissa : (2 + mantissa) << (exponent - 1);
 }
 
+// Whether one of these eight codes is not zero.
+GROUPED_LINEAR_DEVICE bool has_numbers(uint32_t codes) { return (codes & 0x77777777u) != 0; }
+
 // The code's number times the scale, as float32. Exact, but where it is infinite. Works on bits, so
 // that no mode of the processor flushes a subnormal.
 GROUPED_LINEAR_DEVICE float decode(uint32_t code, uint32_t scale) {

@@ -34,6 +34,12 @@ struct Codes {
 
   uint32_t scale_of(int64_t n, int64_t block) const { return scales[n * scale_stride + block]; }
 
+  bool has_numbers(int64_t n, int64_t block) const {
+    bool any = false;
+    for_each(n, block, [&](int64_t, uint32_t code) { any |= mxfp4::has_numbers(code); });
+    return any;
+  }
+
   // put(i, code) of element i of a block of 32 of row n.
   template <typename Put>
   void for_each(int64_t n, int64_t block, const Put& put) const {
@@ -67,14 +73,16 @@ void decode_rows(const Codes& w, ScalarType dtype, char* out) {
   });
 }
 
-// The largest scale of a block of 128 x 128, which its e4m3 numbers share.
+// The largest scale of a block of 128 x 128, which its e4m3 numbers share. The scale of 32 zeros
+// does not count.
 uint32_t largest_scale(const Codes& w, int64_t n_begin, int64_t k_begin) {
   const int64_t n_end = std::min(n_begin + kBlock, w.N), k_end = std::min(k_begin + kBlock, w.K);
   uint32_t largest = 0;
   for (int64_t n = n_begin; n < n_end; ++n)
     for (int64_t block = k_begin / kMxBlock; block < k_end / kMxBlock; ++block)
-      if (const uint32_t scale = w.scale_of(n, block); scale != mxfp4::kNanScale)
-        largest = std::max(largest, scale);
+      if (const uint32_t scale = w.scale_of(n, block);
+          scale > largest && scale != mxfp4::kNanScale && w.has_numbers(n, block))
+        largest = scale;
   return largest;
 }
 

@@ -526,7 +526,8 @@ def mxfp4_in_e4m3(q: Tensor, scale: Tensor) -> Tensor:
 def mxfp4_as_blocks(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """These e4m3 numbers, and a scale for each 128 x 128 block."""
     numbers = dequantize_mxfp4(q, scale)
-    known = scale.double().masked_fill(scale == 255, 0)
+    zeros = (numbers == 0).unflatten(2, (-1, MX_BLOCK)).all(3)
+    known = scale.double().masked_fill(zeros | (scale == 255), 0)
     n_blocks, k_blocks = feature_blocks(q.size(1)), feature_blocks(numbers.size(2))
     shared = torch.zeros(len(q), len(n_blocks), len(k_blocks))
     for i, n in enumerate(n_blocks):

@@ -79,10 +79,16 @@ def mxfp4_blocks(groups: Groups, options: dict[str, Any]) -> Groups:
 
 
 def mxfp4_weight(groups: Groups, spread: int = 3) -> tuple[Tensor, Tensor]:
-    """Random codes [E, N, K / 2], and scales [E, N, K / 32] that span so many powers of two."""
+    """Random codes [E, N, K / 2], and scales [E, N, K / 32] that span so many powers of two.
+
+    One block in sixteen has zeros of both signs, and a scale far above the others'.
+    """
     E, N, K = groups.E, groups.N, whole_blocks(groups).K
     q = torch.randint(256, (E, N, K // 2), dtype=torch.uint8)
-    return q, torch.randint(124 - spread, 125, (E, N, K // 32), dtype=torch.uint8)
+    scale = torch.randint(124 - spread, 125, (E, N, K // 32), dtype=torch.uint8)
+    zeros = torch.randint(16, scale.shape) == 0
+    q.unflatten(2, (-1, 16))[zeros] &= 0x88
+    return q, scale + 40 * zeros.to(torch.uint8)
 
 
 def quantized_rows(groups: Groups, features: int) -> tuple[Tensor, Tensor]:

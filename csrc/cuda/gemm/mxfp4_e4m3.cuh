@@ -32,12 +32,18 @@ __global__ void __launch_bounds__(kE4m3Threads)
   const int row = threadIdx.x / 2, first = threadIdx.x % 2 * 64;
   const int n = blockIdx.x * 128 + row, k = blockIdx.y * 128 + first;
   const int64_t at = (int64_t{blockIdx.z} * N + n) * K + k;
-  uint32_t scales[2] = {};
+  uint32_t scales[2] = {}, most = 0;
+  uint4 packed[2] = {};
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
-    if (n < N && k + 32 * i < K) scales[i] = scale[at / 32 + i];
-  const auto known = [](uint32_t s) { return s == mxfp4::kNanScale ? 0 : s; };
-  const uint32_t most = __reduce_max_sync(0xffffffff, max(known(scales[0]), known(scales[1])));
+  for (int i = 0; i < 2; ++i) {
+    if (n >= N || k + 32 * i >= K) break;
+    scales[i] = scale[at / 32 + i];
+    packed[i] = *reinterpret_cast<const uint4*>(codes + at / 2 + 16 * i);
+    if (scales[i] != mxfp4::kNanScale &&
+        mxfp4::has_numbers(packed[i].x | packed[i].y | packed[i].z | packed[i].w))
+      most = max(most, scales[i]);
+  }
+  most = __reduce_max_sync(0xffffffff, most);
   if (threadIdx.x % 32 == 0) atomicMax(&largest, most);
   __syncthreads();
   if (threadIdx.x == 0)
@@ -49,8 +55,7 @@ __global__ void __launch_bounds__(kE4m3Threads)
     const uint32_t below =
         scales[i] == mxfp4::kNanScale ? kNanBelow : min(largest - scales[i], kFarBelow);
     const uint2 table = *reinterpret_cast<const uint2*>(numbers[below]);
-    const uint4 packed = *reinterpret_cast<const uint4*>(codes + at / 2 + 16 * i);
-    const uint32_t words[] = {packed.x, packed.y, packed.z, packed.w};
+    const uint32_t words[] = {packed[i].x, packed[i].y, packed[i].z, packed[i].w};
     uint32_t bytes[8];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
