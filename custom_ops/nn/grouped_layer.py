@@ -77,6 +77,14 @@ class GroupedLayer(KeepsFrozen):
         """Register a parameter. A subclass may register one for each expert."""
         self.register_parameter(name, None if t is None else nn.Parameter(t))
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load. A cache, which is in no state dict, follows a weight that is assigned."""
+        super()._load_from_state_dict(*args, **kwargs)
+        device = next(self.parameters()).device
+        for cache in self.children():
+            if isinstance(cache, WeightCache) and cache.values.device != device:
+                cache.to_empty(device=device)
+
     def _reset(self) -> None:
         """Forget the scales, what caches hold and what a dispatcher has counted."""
         for kept in self.children():
