@@ -26,6 +26,7 @@ from grouped_linear.ops.constants import is_finite, is_integer, is_number
 from grouped_linear.quantized.keep import is_dtensor
 from grouped_linear.recipes import DelayedScalingState, Recipe
 from grouped_linear.recipes.format import check_flags as check_flags
+from grouped_linear.recipes.format import check_model as check_model
 from grouped_linear.recipes.format import shown
 from grouped_linear.recipes.recipe import check_is_recipe
 
@@ -35,16 +36,6 @@ GATE_UP = "gate_up_proj", "gate_up_proj_bias", "gate_up_lora", "2 F", "H"
 DOWN = "down_proj", "down_proj_bias", "down_lora", "H", "F"
 
 # --- options -------------------------------------------------------------------------------------
-
-
-def check_model(op: str, model: Any) -> None:
-    """Raise TypeError for what is no module, as a class or a name."""
-    if isinstance(model, nn.Module):
-        return
-    got = "None" if model is None else f"a {type(model).__name__}"
-    if isinstance(model, type):
-        got = f"the class {model.__name__}: make a model of it"
-    raise TypeError(f"{op}: model must be a torch.nn.Module, got {got}")
 
 
 def check_num_groups(layer: str, name: str, number: int) -> None:

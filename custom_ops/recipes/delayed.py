@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import E4M3, MAX_GROUPS, MAX_MARGIN
 from grouped_linear.ops.constants import is_integer
-from grouped_linear.recipes.format import Device, Format
+from grouped_linear.recipes.format import Device, Format, check_model
 from grouped_linear.recipes.recipe import Recipe, check_is_recipe
 
 E5M2 = torch.float8_e5m2
@@ -239,8 +239,7 @@ def update_scales(model: nn.Module, group: "dist.ProcessGroup | None" = None) ->
     >>> layer.weight_state.x.scale * 448
     tensor([1., 1.])
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"update_scales: model must be a torch.nn.Module, got {model!r}")
+    check_model("update_scales", model)
     by_rule: dict[tuple[torch.device, int, str], list[OperandState]] = defaultdict(list)
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, FP8, dtype_name
 from grouped_linear.ops.constants import constant, is_finite, is_number, keep_constants
@@ -109,6 +109,16 @@ def check_flags(owner: str, **flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ValueError(f"{owner}: {name} must be True or False, got {flag!r}")
+
+
+def check_model(op: str, model: Any) -> None:
+    """Raise TypeError for what is no module, as a class or a name."""
+    if isinstance(model, nn.Module):
+        return
+    got = "None" if model is None else f"a {type(model).__name__}"
+    if isinstance(model, type):
+        got = f"the class {model.__name__}: make a model of it"
+    raise TypeError(f"{op}: model must be a torch.nn.Module, got {got}")
 
 
 def changed_options(instance: Any) -> str:
