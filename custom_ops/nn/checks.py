@@ -27,6 +27,7 @@ from grouped_linear.quantized.keep import is_dtensor
 from grouped_linear.recipes import DelayedScalingState, Recipe
 from grouped_linear.recipes.format import check_flags as check_flags
 from grouped_linear.recipes.format import check_model as check_model
+from grouped_linear.recipes.format import check_num_groups as check_num_groups
 from grouped_linear.recipes.format import shown
 from grouped_linear.recipes.recipe import check_is_recipe
 
@@ -36,14 +37,6 @@ GATE_UP = "gate_up_proj", "gate_up_proj_bias", "gate_up_lora", "2 F", "H"
 DOWN = "down_proj", "down_proj_bias", "down_lora", "H", "F"
 
 # --- options -------------------------------------------------------------------------------------
-
-
-def check_num_groups(layer: str, name: str, number: int) -> None:
-    """Raise ValueError unless it is an integer from 1 to 1024."""
-    if not is_integer(number):
-        raise ValueError(f"{layer}: {name} must be an integer, got {number!r}")
-    if not 1 <= number <= MAX_GROUPS:
-        raise ValueError(f"{layer}: {name} must be between 1 and {MAX_GROUPS}, got {number}")
 
 
 def check_features(layer: str, **features: int) -> None:
