@@ -484,8 +484,9 @@ def test_a_pickle_has_the_weight_alone(recipe: Recipe | None) -> None:
 @EVERY_LAYER_AND_RECIPE
 def test_meta_device(make: Make, recipe: Recipe, assign: bool) -> None:
     layer, right = make(recipe, "meta"), make(recipe)
-    if assign:  # no state dict has the cache
-        layer.load_state_dict(right.state_dict(), assign=True)
+    if assign:  # no state dict has the cache, and a checkpoint may have no scales
+        state = {name: t for name, t in right.state_dict().items() if "_state." not in name}
+        layer.load_state_dict(state, strict=False, assign=True)
     else:
         layer.to_empty(device="cpu")
         grouped(layer).reset_parameters()

@@ -78,12 +78,13 @@ class GroupedLayer(KeepsFrozen):
         self.register_parameter(name, None if t is None else nn.Parameter(t))
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load. A cache, which is in no state dict, follows a weight that is assigned."""
+        """Load. With a weight that is assigned its state and cache leave the meta device."""
+        was_meta = next(self.parameters()).is_meta
         super()._load_from_state_dict(*args, **kwargs)
         device = next(self.parameters()).device
-        for cache in self.children():
-            if isinstance(cache, WeightCache) and cache.values.device != device:
-                cache.to_empty(device=device)
+        for kept in self.children() if was_meta and device.type != "meta" else ():
+            if isinstance(kept, DelayedScalingState | WeightCache):
+                kept.to_empty(device=device)
 
     def _reset(self) -> None:
         """Forget the scales, what caches hold and what a dispatcher has counted."""
