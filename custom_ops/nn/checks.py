@@ -80,13 +80,12 @@ def check_recipe(layer: str, recipe: Recipe | None) -> None:
             raise ValueError(f"{layer}: qat_dim is convert's, for weights kept as [E, K, N]")
 
 
-def check_state(op: str, *states: Any) -> None:
-    """Raise ValueError unless each is None or a DelayedScalingState."""
-    for state in states:
-        if state is not None and not isinstance(state, DelayedScalingState):
-            raise ValueError(
-                f"{op}: state must be a grouped_linear.recipes.DelayedScalingState, got {state!r}"
-            )
+def check_state(op: str, state: Any) -> None:
+    """Raise ValueError unless it is None or a DelayedScalingState."""
+    if state is not None and not isinstance(state, DelayedScalingState):
+        raise ValueError(
+            f"{op}: state must be a grouped_linear.recipes.DelayedScalingState, got {state!r}"
+        )
 
 
 def check_activation(op: str, activation: Activation) -> None:

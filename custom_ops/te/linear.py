@@ -283,9 +283,8 @@ class GroupedLinear(linear.GroupedLinear):
         first, size = weights[0].detach(), weights[0].numel()
         for e, w in enumerate(weights):
             same_memory = w.untyped_storage()._cdata == first.untyped_storage()._cdata
-            if not same_memory or w.storage_offset() != first.storage_offset() + e * size:
-                return None
-            if not w.is_contiguous():
+            beside = w.storage_offset() == first.storage_offset() + e * size
+            if not (same_memory and beside and w.is_contiguous()):
                 return None
         return first.as_strided((len(weights), *first.shape), (size, *first.stride()))
 
