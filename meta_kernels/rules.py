@@ -176,10 +176,6 @@ class Rules:
         holds = least <= number <= FLOAT32_MAX
         self.check(holds, lambda: f"{name} must be {fits}, got {number:g}")
 
-    def epsilon(self) -> None:
-        """The smallest amax that is scaled by is a number."""
-        self.finite("amax_epsilon", 0)
-
     def not_negative(self, name: str) -> None:
         """A size is not negative."""
         value = self.arguments[name]
