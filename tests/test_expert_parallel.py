@@ -48,13 +48,13 @@ from grouped_linear.contrib import watch
 from grouped_linear.parallel import (
     AllGather,
     AllToAll,
+    AllToAllV,
     Dispatched,
     ExpertParallel,
     TokenDispatcher,
     symmetric_memory,
 )
 from grouped_linear.parallel.expert_parallel import DISPATCHERS
-from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
 from support.compare import assert_all_same_bits, assert_same_bits, bits
 from support.documents import example
 from support.layers import with_numbers_in_adapters
@@ -898,9 +898,10 @@ start group_quantize grouped_scaled_mm_wgrad wait_tensor gather_sum wait_tensor"
 
 def test_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_symmetric_memory, "is_nvshmem_available", lambda: False)
-    require_symmetric_memory("AllToAllV", "cpu")
+    made = AllToAllV.__new__(AllToAllV)
+    made.require("cpu")
     with pytest.raises(RuntimeError, match="AllToAllV: needs NVSHMEM, which this torch lacks or"):
-        require_symmetric_memory("AllToAllV", "cuda")
+        made.require("cuda")
 
 
 def test_buffers_belong_to_the_group_of_now(

@@ -212,8 +212,7 @@ def check_projection(op: str, names: Sequence[str], given: Projection, x: Tensor
     """Check a projection that is multiplied with rows x, in the caller's words."""
     (weight, bias, lora, *letters), w, bias_EN = names, given.weights[0], given.bias_EN
     for name, t in ((weight, w), (bias, bias_EN)):
-        if t is not None and t.device != x.device:
-            raise RuntimeError(f"{op}: {name} is on {t.device}, x is on {x.device}")
+        check_device(op, name, t, x)
     E = len(given.weights) if w.dim() == 2 else w.size(0)
     if not 1 <= E <= MAX_GROUPS:
         raise RuntimeError(f"{op}: E must be between 1 and {MAX_GROUPS}, got {E}")
