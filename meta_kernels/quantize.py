@@ -59,7 +59,7 @@ def group_quantize(rules: Rules, c: Any) -> tuple[Tensor, ...]:
     rules.features("K", K)
     rules.offs("x")
     rules.rows(1, "x")
-    rules.epsilon()
+    rules.finite("amax_epsilon", 0)
     rules.layouts()
     T, E = (c.x if c.rows is None else c.rows).size(0), c.offs.size(0)
     bias_grad = output_if(c.bias_grad, c.x, (E, K), torch.float32)
@@ -82,7 +82,7 @@ def group_quantize_current(rules: Rules, c: Any) -> Quantized:
     """x [T, K] -> q, scale [E], q_t, bias_grad."""
     rules.grouped_rows()
     rules.dtype("out_dtype", *FP8)
-    rules.epsilon()
+    rules.finite("amax_epsilon", 0)
     return _quantized_per_group(c)
 
 
@@ -170,7 +170,7 @@ def swiglu_grad(rules: Rules, c: Any) -> tuple[Tensor, Tensor, Tensor]:
 def group_quantize_swiglu(rules: Rules, c: Any) -> tuple[Tensor, ...]:
     """gate_up [T, 2 K] -> q, scale, q_t, scale_t of h [T, K], and h."""
     T, K, E = _check_swiglu(rules, c)
-    rules.epsilon()
+    rules.finite("amax_epsilon", 0)
     rules.layouts()
     rules.swiglu_form()
     h = c.gate_up.new_empty((T, K) if c.keep_h else (0,))
@@ -181,7 +181,7 @@ def group_quantize_swiglu(rules: Rules, c: Any) -> tuple[Tensor, ...]:
 def group_quantize_swiglu_grad(rules: Rules, c: Any) -> tuple[Tensor, ...]:
     """dh [T, K] -> q, scale, q_t, scale_t, bias_grad of d_gate_up; of h; d_weight."""
     T, K, E = _check_swiglu_grad(rules, c)
-    rules.epsilon()
+    rules.finite("amax_epsilon", 0)
     rules.layouts()
     rules.swiglu_form()
     d_gate_up = _quantized(c.dh, T, 2 * K, E, c.rowwise, c.columnwise)
@@ -224,7 +224,7 @@ def grouped_bias_grad(rules: Rules, c: Any) -> Tensor:
 def quantize_weight(rules: Rules, c: Any) -> QuantizedWeight:
     """w [E, N, K] -> q, scale, q_t."""
     E, N, K = rules.weight()
-    rules.epsilon()
+    rules.finite("amax_epsilon", 0)
     rules.mxfp4_dim(N, K)
     rules.layouts()
     return _quantized_weight(c.w, E, N, K, block_scales(E, N, K), c.columnwise, c.rowwise)
@@ -241,7 +241,7 @@ def transpose_weight(rules: Rules, c: Any) -> Tensor:
 def quantize_weight_list(rules: Rules, c: Any) -> QuantizedWeight:
     """E times w [N, K] -> q, scale, q_t."""
     E, N, K = rules.weight_list()
-    rules.epsilon()
+    rules.finite("amax_epsilon", 0)
     return _quantized_weight(c.w[0], E, N, K, block_scales(E, N, K), c.columnwise, True)
 
 
@@ -249,7 +249,7 @@ def quantize_weight_list(rules: Rules, c: Any) -> QuantizedWeight:
 def quantize_weight_current(rules: Rules, c: Any) -> QuantizedWeight:
     """w [E, N, K] -> q, scale [E], q_t."""
     E, N, K = rules.weight()
-    rules.epsilon()
+    rules.finite("amax_epsilon", 0)
     return _quantized_weight(c.w, E, N, K, (E,), c.columnwise, True)
 
 

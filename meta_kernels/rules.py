@@ -170,18 +170,11 @@ class Rules:
         if dim == 2:
             self.count(name, "columns", rows.size(1))
 
-    def epsilon(self) -> None:
-        """amax_epsilon is finite, in float32 too, and not negative."""
-        amax_epsilon = self.arguments["amax_epsilon"]
-        self.check(
-            0 <= amax_epsilon <= FLOAT32_MAX,
-            lambda: f"amax_epsilon must be finite and not negative, got {amax_epsilon:g}",
-        )
-
-    def finite(self, name: str) -> None:
-        """A number is finite, in float32 too."""
-        number = self.arguments[name]
-        self.check(abs(number) <= FLOAT32_MAX, lambda: f"{name} must be finite, got {number:g}")
+    def finite(self, name: str, least: float = -FLOAT32_MAX) -> None:
+        """A number is finite, in float32 too, and not negative where the least one is zero."""
+        number, fits = self.arguments[name], "finite" + " and not negative" * (least == 0)
+        holds = least <= number <= FLOAT32_MAX
+        self.check(holds, lambda: f"{name} must be {fits}, got {number:g}")
 
     def not_negative(self, name: str) -> None:
         """A size is not negative."""
@@ -190,14 +183,11 @@ class Rules:
 
     def swiglu_form(self) -> None:
         """The numbers of a form of SwiGLU are finite, limit positive, cubic not negative."""
-        limit, cubic = self.arguments["limit"], self.arguments["cubic"]
+        limit = self.arguments["limit"]
         self.finite("alpha")
         self.finite("beta")
         self.check(limit is None or limit > 0, lambda: f"limit must be positive, got {limit:g}")
-        self.check(
-            0 <= cubic <= FLOAT32_MAX,
-            lambda: f"cubic must be finite and not negative, got {cubic:g}",
-        )
+        self.finite("cubic", 0)
 
     def grouped_rows(self) -> None:
         """X is [T, K] of an activation dtype with offs, and at least one layout is requested."""

@@ -38,7 +38,7 @@ def _check_written(rules: Rules, E: int, N: int, K: int, scale: tuple[int, ...])
 def refresh_weight_(rules: Rules, c: Any) -> None:
     """q [E, N, K], scale [E, ceil(N/B), ceil(K/B)] and q_t [E, K, N], written in place."""
     E, N, K = _check_weight(rules, c)
-    rules.epsilon()
+    rules.finite("amax_epsilon", 0)
     rules.mxfp4_dim(N, K)
     is_list = c.w[0].dim() == 2
     rules.check(
@@ -52,7 +52,7 @@ def refresh_weight_(rules: Rules, c: Any) -> None:
 def refresh_weight_current_(rules: Rules, c: Any) -> None:
     """q [E, N, K], scale [E] and q_t [E, K, N], written in place."""
     E, N, K = _check_weight(rules, c)
-    rules.epsilon()
+    rules.finite("amax_epsilon", 0)
     _check_written(rules, E, N, K, (E,))
 
 
@@ -127,7 +127,7 @@ def adam_weight_(rules: Rules, c: Any) -> None:
     _check_beta(rules, "beta2", c.beta2)
     rules.finite("weight_decay")
     rules.finite("eps")
-    rules.epsilon()
+    rules.finite("amax_epsilon", 0)
     rules.mxfp4_dim(N, K)
 
 

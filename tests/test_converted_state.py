@@ -30,12 +30,20 @@ from grouped_linear import Float8BlockScaling, convert
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.commands import run
 from support.compare import assert_same_bits, assert_same_tensors, bits
-from support.devices import needs_two_gpus
 from support.experts import GroupedExperts
 from support.fresh import assert_fresh
 from support.hugging_face import tiny
 from support.layers import through_pickle
-from support.processes import CHECK_SECONDS, PROCESSES, Checks, Passes, device, join, started
+from support.processes import (
+    CHECK_SECONDS,
+    PROCESSES,
+    Checks,
+    device,
+    join,
+    on_cpu,
+    on_gpus,
+    started,
+)
 
 E4M3 = torch.float8_e4m3fn
 E, H, F = 3, 32, 64  # experts do not divide by processes
@@ -304,13 +312,5 @@ CHECKS: Checks = {
     "computes": check_computes,
 }
 
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
-
-
-@needs_two_gpus
-@pytest.mark.parametrize("check", ON_GPUS)
-def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
-    passes_on_gpus(check)
+test_two_processes = on_cpu(CHECKS)
+test_two_gpus = on_gpus(ON_GPUS)

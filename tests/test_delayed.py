@@ -150,9 +150,7 @@ def test_one_op_updates_a_whole_model() -> None:
     with Calls() as calls:
         update_scales(GroupedLinear(E, K, N, recipe=Float8BlockScaling()))
     assert not calls.counts
-    with pytest.raises(
-        TypeError, match=r"^update_scales: model must be a torch.nn.Module, got \[G"
-    ):
+    with pytest.raises(TypeError, match=r"^update_scales: model must be a torch\.nn\.Module"):
         update_scales([layer()])  # type: ignore[arg-type]
 
 

@@ -48,18 +48,17 @@ from grouped_linear.contrib import watch
 from grouped_linear.parallel import (
     AllGather,
     AllToAll,
+    AllToAllV,
     Dispatched,
     ExpertParallel,
     TokenDispatcher,
     symmetric_memory,
 )
 from grouped_linear.parallel.expert_parallel import DISPATCHERS
-from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
 from support.compare import assert_all_same_bits, assert_same_bits, bits
-from support.devices import needs_two_gpus
 from support.documents import example
 from support.layers import with_numbers_in_adapters
-from support.processes import PROCESSES, Checks, Passes, device
+from support.processes import PROCESSES, Checks, device, on_cpu, on_gpus
 from support.tensors import BF16
 
 E, T, C, H, F = 4, 40, 2, 160, 96
@@ -847,17 +846,10 @@ ON_A_CPU = {name: check for name, check in CHECKS.items() if not name.startswith
 LONG = "open_sizes_all_to_all_v", "whole_experts_watched"
 
 
-@pytest.mark.parametrize(
-    "check", [pytest.param(n, marks=[pytest.mark.nightly] * (n in LONG)) for n in ON_A_CPU]
+test_two_processes = on_cpu(
+    [pytest.param(n, marks=[pytest.mark.nightly] * (n in LONG)) for n in ON_A_CPU]
 )
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
-
-
-@needs_two_gpus
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
-    passes_on_gpus(check)
+test_two_gpus = on_gpus(CHECKS)
 
 
 def test_computes_while_rows_travel() -> None:
@@ -906,9 +898,10 @@ start group_quantize grouped_scaled_mm_wgrad wait_tensor gather_sum wait_tensor"
 
 def test_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_symmetric_memory, "is_nvshmem_available", lambda: False)
-    require_symmetric_memory("AllToAllV", "cpu")
+    made = AllToAllV.__new__(AllToAllV)
+    made.require("cpu")
     with pytest.raises(RuntimeError, match="AllToAllV: needs NVSHMEM, which this torch lacks or"):
-        require_symmetric_memory("AllToAllV", "cuda")
+        made.require("cuda")
 
 
 def test_buffers_belong_to_the_group_of_now(

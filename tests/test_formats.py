@@ -27,6 +27,7 @@ from grouped_linear import (
     grouped_linear,
     ops,
 )
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Layouts, Operands
 from support import reference
 from support.compare import assert_same_bits
@@ -220,8 +221,11 @@ def test_dtypes() -> None:
     assert y.dtype == BF16
     with pytest.raises(RuntimeError, match="x is bfloat16, weight float32: cast one of them"):
         grouped_linear(rows(T, K), w, m_splits, recipe=ROUNDED_WEIGHTS)
+    x, both = rows(T, K), GroupedTensorWithMaster.quantize(w, ROUNDED_WEIGHTS)
     with torch.autocast("cpu", BF16):
-        assert grouped_linear(rows(T, K), w, m_splits, recipe=ROUNDED_WEIGHTS).dtype == BF16
+        y = grouped_linear(x, w, m_splits, recipe=ROUNDED_WEIGHTS)
+        assert_same_bits(grouped_linear(x, both, m_splits, recipe=ROUNDED_WEIGHTS), y)
+    assert y.dtype == BF16
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

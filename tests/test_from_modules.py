@@ -22,7 +22,7 @@ from grouped_linear import DelayedScaling, Float8BlockScaling, GroupedLinear, Gr
 from support.compare import assert_same_bits, assert_same_tensors
 from support.errors import sentence
 from support.experts import Expert
-from support.processes import PROCESSES, Checks, Passes
+from support.processes import PROCESSES, Checks, on_cpu
 from support.tensors import BF16, DTYPES, FP32
 
 E, H, F = 4, 32, 48
@@ -379,7 +379,4 @@ def check_sharded(rank: int, directory: Path) -> None:
 
 CHECKS: Checks = {"sharded": check_sharded}
 
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
+test_two_processes = on_cpu(CHECKS)

@@ -186,6 +186,9 @@ def test_what_megatron_asks_for(single: bool, compiled: bool) -> None:
     for w in weights:
         w.grad_added_to_main_grad = False
         w.register_post_accumulate_grad_hook(lambda w: fired.append(w.grad.any().item()))
+    with pytest.raises(RuntimeError):
+        layer(inputs()[0][:, :16], inputs()[1])
+    assert not any(w.grad_added_to_main_grad for w in weights)  # a call that is refused adds none
     call_of(layer, compiled)(*inputs()).sum().backward()
     assert [w.grad_added_to_main_grad for w in weights] == [True] * len(weights)
     assert fired == [False] * len(weights)

@@ -237,20 +237,6 @@ def test_a_transposed_operand_gets_its_gradient_transposed(device: str) -> None:
 
 
 @RECIPES
-def test_expanded_gradient(recipe: Recipe | None, device: str) -> None:
-    """y.sum().backward() hands over a dy of strides 0, 0."""
-    x, w = (t.nan_to_num().to(device) for t in (rows(SMALL, 144, FP32), weight(SMALL, FP32)))
-    grads = []
-    for dy in (torch.ones(()).expand(SMALL.T, SMALL.N), torch.ones(SMALL.T, SMALL.N)):
-        grads.append(run(x, w, None, SMALL.m_splits, dy, recipe, device))
-    assert_all_same_bits(*grads)
-    x.requires_grad_()
-    state = state_for(recipe, SMALL.E, device)
-    grouped_linear(x, w, SMALL.m_splits, None, recipe, state).sum().backward()
-    assert_same_bits(x.grad.cpu(), grads[0][1])
-
-
-@RECIPES
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_a_diverging_row_shows(bad: float, recipe: Recipe | None, device: str) -> None:
     """A number that is not finite surfaces in its row's output, and in no other row's."""

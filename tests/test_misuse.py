@@ -256,7 +256,7 @@ grouped_linear: state must be a grouped_linear.recipes.DelayedScalingState, got 
 grouped_linear: state needs a recipe that has one, got recipe None
 group_quantize_delayed: E differs: scale has 3, offs has 2
 DelayedScalingState: recipe must be DelayedScaling, got Float8BlockScaling()
-DelayedScalingState: num_groups must be an integer from 1 to 1024, got 0""",  # noqa: E501
+DelayedScalingState: num_groups must be between 1 and 1024, got 0""",  # noqa: E501
     )
     with pytest.raises(TypeError, match="weight must be a tensor, got NoneType"):
         grouped_linear(x, None, m_splits)  # type: ignore[arg-type]

@@ -123,6 +123,9 @@ def test_attributes_of_main_grad(how: str, recipe: Recipe | None, device: str) -
     call = layer
     if how == "compiled":
         call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError):
+        layer(x[:, :16], m_splits)
+    assert not down.grad_added_to_main_grad
     call(x, m_splits).square().sum().backward()
     *_, d_gate_up, d_down = outcome(plain, plain(x, m_splits), x)
     assert_same_bits(gate_up.main_grad, d_gate_up)

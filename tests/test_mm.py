@@ -6,6 +6,7 @@ T rows, E groups, K in_features, N out_features.
 
 import mmap
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -722,49 +723,31 @@ def test_the_tolerance_catches_narrow_sums_and_narrow_operands() -> None:
 GRADIENT_OPS = ("grouped_mm", "grouped_mm_wgrad", "grouped_bias_grad")
 
 
+@pytest.mark.parametrize("low", [{}, {"r": 32}], ids=["", "low_rank"])
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_gradients_of_grouped_mm(groups: Groups, device: str) -> None:
-    grads = ("a", "b", "bias")
-    sample = make("grouped_mm", groups, BF16, bias=True, requires_grad=grads)
-    a, b, offs = sample["a"].detach(), sample["b"].detach(), sample["offs"]
-    dy = torch.randn(groups.T, groups.N).to(BF16)
+def test_gradients_of_grouped_mm(groups: Groups, low: dict[str, int], device: str) -> None:
+    products = (("a", "b"), ("a_low", "b_low"))[: 1 + len(low)]
+    names = ("bias", *chain(*products))
+    sample = make("grouped_mm", groups, BF16, bias=True, requires_grad=names, **low)
+    offs, dy = sample["offs"], torch.randn(groups.T, groups.N).to(BF16)
     dy[groups.valid :] = torch.nan
     there = sample.on(device)
-    da, db, dbias = torch.autograd.grad(there(), [there[n] for n in grads], dy.to(device))
-    b_t = b.transpose(1, 2)
-    expected = reference.grouped_mm(dy, b_t, offs)
-    allowed = tolerance(expected, magnitude_of(dy, b_t, offs), groups.N, BF16)
-    assert within(da.cpu(), expected, allowed)
-    assert tail_is_zero(da, groups)
-    expected = reference.grouped_mm_wgrad(dy, a, offs).mT
-    magnitude = reference.grouped_mm_wgrad(dy.abs(), a.abs(), offs).mT
-    assert db.shape == b.shape
-    assert within(db.cpu(), expected, tolerance(expected, magnitude, max(groups.m_splits), BF16))
+    found = torch.autograd.grad(there(), [there[n] for n in names], dy.to(device))
+    grads = dict(zip(names, found, strict=True))
+    for of_rows, of_groups in products:
+        a, b_t = sample[of_rows].detach(), sample[of_groups].detach().mT
+        expected = reference.grouped_mm(dy, b_t, offs)
+        allowed = tolerance(expected, magnitude_of(dy, b_t, offs), groups.N, BF16)
+        assert within(grads[of_rows].cpu(), expected, allowed)
+        assert tail_is_zero(grads[of_rows], groups)
+        expected = reference.grouped_mm_wgrad(dy, a, offs)
+        magnitude = reference.grouped_mm_wgrad(dy.abs(), a.abs(), offs)
+        allowed = tolerance(expected, magnitude, max(groups.m_splits), BF16)
+        assert within(grads[of_groups].mT.cpu(), expected, allowed)
     expected = reference.grouped_bias_grad(dy, offs)
     magnitude = reference.grouped_bias_grad(dy.abs(), offs)
     allowed = tolerance(expected, magnitude, max(groups.m_splits), BF16)
-    assert within(dbias.cpu(), expected, allowed)
-
-
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_gradients_of_the_second_product(groups: Groups, device: str) -> None:
-    grads = ("a", "a_low", "b_low")
-    sample = make("grouped_mm", groups, BF16, r=32, requires_grad=grads)
-    a_low, b_low, offs = sample["a_low"].detach(), sample["b_low"].detach(), sample["offs"]
-    dy = torch.randn(groups.T, groups.N).to(BF16)
-    dy[groups.valid :] = torch.nan
-    there = sample.on(device)
-    da, da_low, db_low = torch.autograd.grad(there(), [there[n] for n in grads], dy.to(device))
-    for got, b in ((da, sample["b"]), (da_low, b_low)):
-        expected = reference.grouped_mm(dy, b.mT, offs)
-        allowed = tolerance(expected, magnitude_of(dy, b.mT, offs), groups.N, BF16)
-        assert within(got.cpu(), expected, allowed)
-        assert tail_is_zero(got, groups)
-    expected = reference.grouped_mm_wgrad(dy, a_low, offs).mT
-    magnitude = reference.grouped_mm_wgrad(dy.abs(), a_low.abs(), offs).mT
-    assert db_low.shape == b_low.shape
-    allowed = tolerance(expected, magnitude, max(groups.m_splits), BF16)
-    assert within(db_low.cpu(), expected, allowed)
+    assert within(grads["bias"].cpu(), expected, allowed)
 
 
 def test_gradients_of_gathered_rows(device: str) -> None:

@@ -99,46 +99,37 @@ def test_bits_of_the_weight_in_bf16(device: str, sizes: tuple[int, ...], transpo
     assert_same_bits(y, ops.grouped_mm(a, w.mT if transpose_b else w, offs))
 
 
-@needs_gpu
-@pytest.mark.parametrize("device", ["cuda"])
-@pytest.mark.parametrize("r", [0, 32])
-def test_few_rows_have_the_bits_of_many(device: str, r: int) -> None:
-    """A GPU has a kernel of its own for few rows a group, on average."""
-    few = torch.tensor([1, 0, 8, 9, 33, 0, 0, 0])
-    many = few + 64
-    N, K, total = 48, 2880, int(many.sum())
-    rows = torch.cat([e + torch.arange(n) for e, n in zip(many.cumsum(0) - many, few, strict=True)])
-    q, scale = ops.quantize_mxfp4(torch.randn(len(few), N, K, device=device))
-    a, a_low = (torch.randn(total, k, dtype=BF16, device=device) for k in (K, r))
-    b_low = torch.randn(len(few), r, N, dtype=BF16, device=device)
-
-    def multiply(sizes: Tensor, rows: Tensor) -> Tensor:
-        low: Any = {"a_low": a_low[rows], "b_low": b_low} if r > 0 else {}
-        offs = sizes.cumsum(0).int().to(device)
-        return ops.grouped_mm_mxfp4(a[rows], q, scale, offs, out_dtype=torch.float32, **low)
-
-    rows = rows.to(device)
-    assert_same_bits(multiply(few, rows), multiply(many, torch.arange(total, device=device))[rows])
+# Rows of each group in a few and in many, out_features, and the rank of a second product. A GPU has
+# a kernel of its own for few rows a group of 16 bits, on average; beside FP8 it decodes a weight
+# for however many rows.
+FEW_AND_MANY = {
+    "16_bits": ([1, 0, 8, 9, 33, 0, 0, 0], [65, 64, 72, 73, 97, 64, 64, 64], 48, 32),
+    "fp8": ([300, 0, 257, 95], [1100, 0, 900, 95], 208, 80),
+}
 
 
 @needs_gpu
 @pytest.mark.parametrize("device", ["cuda"])
-@pytest.mark.parametrize("r", [0, 80])
-def test_fp8_rows_have_the_bits_of_many(device: str, r: int) -> None:
-    """However many rows the weight is decoded for."""
-    few, many = torch.tensor([300, 0, 257, 95]), torch.tensor([1100, 0, 900, 95])
-    N, K, total = 208, 2880, int(many.sum())
+@pytest.mark.parametrize("low", [False, True], ids=["", "low_rank"])
+@pytest.mark.parametrize("of", FEW_AND_MANY)
+def test_few_rows_have_the_bits_of_many(of: str, low: bool, device: str) -> None:
+    few, many = map(torch.tensor, FEW_AND_MANY[of][:2])
+    (N, r), K, total = FEW_AND_MANY[of][2:], 2880, int(many.sum())
     rows = torch.cat([e + torch.arange(n) for e, n in zip(many.cumsum(0) - many, few, strict=True)])
     q, scale = ops.quantize_mxfp4(torch.randn(len(few), N, K, device=device))
-    scale -= torch.arange(N, device=device)[:, None].remainder(40).to(torch.uint8)
+    if of == "fp8":
+        scale -= torch.arange(N, device=device)[:, None].remainder(40).to(torch.uint8)
     a, a_low = (torch.randn(total, k, dtype=BF16, device=device) for k in (K, r))
     b_low = torch.randn(len(few), r, N, dtype=BF16, device=device)
 
     def multiply(sizes: Tensor, rows: Tensor) -> Tensor:
-        low: Any = {"a_low": a_low[rows], "b_low": b_low} if r > 0 else {}
+        options: Any = {"a_low": a_low[rows], "b_low": b_low} if low else {}
         offs = sizes.cumsum(0).int().to(device)
+        if of == "16_bits":
+            options["out_dtype"] = torch.float32
+            return ops.grouped_mm_mxfp4(a[rows], q, scale, offs, **options)
         x = ops.group_quantize(a[rows], offs)
-        return ops.grouped_mm_mxfp4(x.q, q, scale, offs, scale_a=x.scale, **low)
+        return ops.grouped_mm_mxfp4(x.q, q, scale, offs, scale_a=x.scale, **options)
 
     rows = rows.to(device)
     assert_same_bits(multiply(few, rows), multiply(many, torch.arange(total, device=device))[rows])

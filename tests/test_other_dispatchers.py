@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,9 +21,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from grouped_linear import Float8BlockScaling, GroupedMLP, Recipe
 from grouped_linear.parallel import ExpertParallel
 from support.compare import assert_all_same_bits
-from support.devices import needs_two_gpus
 from support.documents import example
-from support.processes import PROCESSES, Checks, Passes, device
+from support.processes import PROCESSES, Checks, device, on_cpu, on_gpus
 from support.tensors import BF16
 
 E, T, C, H, F = 8, 24, 3, 128, 48
@@ -253,13 +251,4 @@ CHECKS: Checks = {
     **{f"torchtitan_{name}": partial(check_torchtitan, recipe) for name, recipe in RECIPES.items()},
 }
 
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
-
-
-@needs_two_gpus
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
-    passes_on_gpus(check)
+test_two_processes, test_two_gpus = on_cpu(CHECKS), on_gpus(CHECKS)

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,9 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from grouped_linear import Float8BlockScaling, GroupedMLP, Lora
 from grouped_linear.parallel import ExpertParallel
-from support.devices import needs_four_gpus
 from support.documents import example
-from support.processes import Checks, Passes, device
+from support.processes import Checks, device, on_cpu, on_gpus
 
 PROCESSES = 4
 E, T, C, H, F = 8, 24, 2, 32, 64
@@ -230,13 +228,4 @@ CHECKS: Checks = {
     "checkpoint_quantized": partial(check_checkpoint, QUANTIZED),
 }
 
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_four_processes(check: str, passes: Passes) -> None:
-    passes(check)
-
-
-@needs_four_gpus
-@pytest.mark.parametrize("check", CHECKS)
-def test_four_gpus(check: str, passes_on_gpus: Passes) -> None:
-    passes_on_gpus(check)
+test_four_processes, test_four_gpus = on_cpu(CHECKS), on_gpus(CHECKS, PROCESSES)

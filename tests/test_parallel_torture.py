@@ -25,7 +25,7 @@ from grouped_linear import Float8BlockScaling, GroupedMLP
 from grouped_linear.parallel import ExpertParallel
 from grouped_linear.parallel.expert_parallel import DISPATCHERS
 from support.devices import needs_four_gpus, needs_two_gpus
-from support.processes import Checks, Passes, choose_device, device, started, synchronize
+from support.processes import Checks, choose_device, device, on_cpu, on_gpus, started, synchronize
 
 PROCESSES = 4
 E, T, H, F = 8, 12, 32, 48
@@ -148,16 +148,7 @@ CHECKS: Checks = {
     **{f"no_tokens_{way}": partial(check_no_tokens, way) for way in DISPATCHERS},
 }
 
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_four_processes(check: str, passes: Passes) -> None:
-    passes(check)
-
-
-@needs_four_gpus
-@pytest.mark.parametrize("check", CHECKS)
-def test_four_gpus(check: str, passes_on_gpus: Passes) -> None:
-    passes_on_gpus(check)
+test_four_processes, test_four_gpus = on_cpu(CHECKS), on_gpus(CHECKS, PROCESSES)
 
 
 def step_in_which_one_dies(rank: int, directory: Path, backend: str, processes: int) -> None:

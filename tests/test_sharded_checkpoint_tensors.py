@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grouped_linear import Float8BlockScaling, convert
 from support.compare import assert_same_tensors
-from support.devices import needs_two_gpus
 from support.four_bits import learns_in_mxfp4
 from support.hugging_face import tiny
-from support.processes import PROCESSES, Checks, Passes, device
+from support.processes import PROCESSES, Checks, device, on_cpu, on_gpus
 from support.tensors import BF16
 from support.versions import skipping_for_old_transformers
 
@@ -184,13 +183,4 @@ CHECKS |= {
     for form in ("FP8 in each call", "mxfp4", "learns")
 }
 
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
-
-
-@needs_two_gpus
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
-    passes_on_gpus(check)
+test_two_processes, test_two_gpus = on_cpu(CHECKS), on_gpus(CHECKS)

@@ -36,7 +36,7 @@ from grouped_linear import (
 from grouped_linear.quantized.keep import local_part
 from support.compare import assert_all_same_bits, assert_same_bits, assert_same_tensors, bits
 from support.layers import linear_of
-from support.processes import PROCESSES, Checks, Passes
+from support.processes import PROCESSES, Checks, on_cpu
 from support.saved import saved_tensors
 from support.tensors import BF16
 
@@ -453,7 +453,4 @@ CHECKS: Checks = {
     "deferred_wgrad": check_deferred_wgrad_of_shards_is_refused,
 }
 
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
+test_two_processes = on_cpu(CHECKS)

@@ -43,12 +43,11 @@ from grouped_linear import (
 from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_all_same_bits, assert_same_bits
-from support.devices import needs_two_gpus
 from support.documents import ROOT, examples
 from support.errors import sentence
 from support.fresh import assert_fresh, rounded
 from support.hugging_face import tiny
-from support.processes import PROCESSES, Checks, Passes, device
+from support.processes import PROCESSES, Checks, device, on_cpu, on_gpus
 
 E, T, H, F = 4, 40, 32, 160
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -392,16 +391,8 @@ CHECKS: Checks = {
     "distributed_tensors": check_distributed_tensors,
 }
 
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
-
-
-@needs_two_gpus
-@pytest.mark.parametrize("check", sorted(CHECKS.keys() - {"guide"}))  # which is on CPUs
-def test_two_gpus(check: str, passes_on_gpus: Callable[[str], None]) -> None:
-    passes_on_gpus(check)
+test_two_processes = on_cpu(CHECKS)
+test_two_gpus = on_gpus(sorted(CHECKS.keys() - {"guide"}))  # which is on CPUs
 
 
 @pytest.fixture

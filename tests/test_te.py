@@ -156,6 +156,14 @@ def test_parameters_apart() -> None:
     assert_same_bits(call(apart()), call(one))
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_an_expert_without_a_parameter(name: str) -> None:
+    layer = te.GroupedLinear(3, 16, 32, delay_wgrad_compute=True)
+    setattr(layer, f"{name}1", None)
+    with pytest.raises(TypeError, match=f"^GroupedLinear: {name}1 is None: an expert without rows"):
+        call(layer)
+
+
 def test_checkpoints_that_do_not_fit() -> None:
     state = apart().state_dict()
     del state["weight1"]

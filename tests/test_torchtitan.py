@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from grouped_linear import Float8BlockScaling, Format, Recipe, convert
 from grouped_linear.contrib import watch
 from support.compare import assert_same_bits
-from support.processes import PROCESSES, Checks, Passes
+from support.processes import PROCESSES, Checks, on_cpu
 from support.tensors import BF16, DTYPES
 
 pytest.importorskip(
@@ -203,7 +203,4 @@ CHECKS: Checks = {
     ),
 }
 
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
+test_two_processes = on_cpu(CHECKS)

@@ -31,7 +31,7 @@ from grouped_linear.integrations.convert import ConvertedExperts
 from support.compare import assert_all_same_bits, assert_same_bits, assert_same_tensors
 from support.errors import sentence
 from support.experts import FusedGroupedExperts, GptOssGroupedExperts, GroupedExperts
-from support.processes import PROCESSES, Checks, Passes
+from support.processes import PROCESSES, Checks, on_cpu
 from support.recipes import MORE_RECIPES
 from support.tensors import BF16, DTYPES, FP32
 
@@ -460,7 +460,4 @@ CHECKS: Checks = {
     "delayed_scaling": check_delayed_scaling,
 }
 
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
+test_two_processes = on_cpu(CHECKS)

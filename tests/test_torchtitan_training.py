@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from grouped_linear import Float8BlockScaling, MXFP8BlockScaling, Recipe
-from support.devices import needs_two_gpus
-from support.processes import Checks, Passes, device
+from support.processes import Checks, device, on_cpu, on_gpus
 from support.versions import FSDP_HAS_MESHES
 
 pytest.importorskip(
@@ -57,17 +56,6 @@ CHECKS: Checks = {**(SPREAD if FSDP_HAS_MESHES else {}), **WHOLE}
 needs_meshes = pytest.mark.skipif(
     not FSDP_HAS_MESHES, reason="torchtitan 0.3.0 spreads experts with torch 2.12 or later"
 )
-EVERY_CHECK = pytest.mark.parametrize(
-    "check", [*(pytest.param(name, marks=needs_meshes) for name in SPREAD), *WHOLE]
-)
+EVERY = [*(pytest.param(name, marks=needs_meshes) for name in SPREAD), *WHOLE]
 
-
-@EVERY_CHECK
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
-
-
-@needs_two_gpus
-@EVERY_CHECK
-def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
-    passes_on_gpus(check)
+test_two_processes, test_two_gpus = on_cpu(EVERY), on_gpus(EVERY)

@@ -43,7 +43,7 @@ from support.calls import Calls
 from support.commands import run
 from support.documents import models
 from support.hugging_face import FAMILIES, AnyConfig, model_of, tiny, tokens
-from support.processes import PROCESSES, Checks, Passes
+from support.processes import PROCESSES, Checks, on_cpu
 from support.saved import saved_tensors
 from support.tensors import BF16, FP32
 from support.versions import skipping_for_old_transformers
@@ -671,8 +671,4 @@ CHECKS: Checks = {
     for implementation in ("all_reduce", "all_to_all")
 }
 
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, passes: Passes) -> None:
-    """transformers' own expert parallelism."""
-    passes(check)
+test_two_processes = on_cpu(CHECKS)  # transformers' own expert parallelism

@@ -43,7 +43,7 @@ from support.experts import FusedGroupedExperts, GroupedExperts
 from support.formats import composed
 from support.hugging_face import model_of, tokens
 from support.pairs import one_in_ci, pairwise
-from support.processes import Checks, Passes, device
+from support.processes import Checks, device, on_cpu
 from support.recipes import RECIPES
 from support.tensors import BF16, FP32
 from support.versions import INDUCTOR_COMPILES_WATCHED
@@ -914,7 +914,4 @@ CHECKS: Checks = {
     "transposed": check_transposed,
 }
 
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
+test_two_processes = on_cpu(CHECKS)

@@ -132,7 +132,12 @@ def grads_of_gate_up(
         given = dy, dh.b, gate_up_RG, weight_R, offs_E, dh.operands.rows
         return ops.grouped_mm_swiglu_grad(*given, activation=form)
     if form is None:
-        return _grad(activation, dh, gate_up_RG, weight_R)
+        dtype, weight_R1 = dh.dtype, weight_R[:, None]
+        dh_RF, gate_up_RG = dh.float(), gate_up_RG.float()
+        h_RF = _call(activation, "forward", gate_up_RG)
+        d_weight_R = (dh_RF * h_RF).sum(dim=1)
+        d_gate_up_RG = _call(activation, "backward", gate_up_RG, weight_R1 * dh_RF)
+        return ops.SwigluGrad(d_gate_up_RG.to(dtype), (weight_R1 * h_RF).to(dtype), d_weight_R)
     if keep:
         return ops.swiglu_grad(dh, gate_up_RG, weight_R, offs_E, form)
     return SwigluGradOf(dh, gate_up_RG, weight_R, form)
@@ -147,18 +152,6 @@ def weighted_h(
         return ops.swiglu_grad(any_dh_RF, gate_up_RG, weight_R, offs_E, activation.swiglu).h
     h_RF = _call(activation, "forward", gate_up_RG.float())
     return (weight_R[:, None] * h_RF).to(gate_up_RG.dtype)
-
-
-def _grad(
-    activation: Activation, dh_RF: Tensor, gate_up_RG: Tensor, weight_R: Tensor
-) -> ops.SwigluGrad:
-    """Compute what :func:`grouped_linear.ops.swiglu_grad` returns, for any other activation."""
-    dtype, weight_R1 = dh_RF.dtype, weight_R[:, None]
-    dh_RF, gate_up_RG = dh_RF.float(), gate_up_RG.float()
-    h_RF = _call(activation, "forward", gate_up_RG)
-    d_weight_R = (dh_RF * h_RF).sum(dim=1)
-    d_gate_up_RG = _call(activation, "backward", gate_up_RG, weight_R1 * dh_RF)
-    return ops.SwigluGrad(d_gate_up_RG.to(dtype), (weight_R1 * h_RF).to(dtype), d_weight_R)
 
 
 def _call(activation: Activation, method: str, gate_up_RG: Tensor, *dh_RF: Tensor) -> Tensor:

@@ -243,7 +243,11 @@ class Projection(NamedTuple):
         if adapter is None and are_leaves and (bias_EN is None or _is_leaf(bias_EN)):
             return self
         if not are_leaves and not torch.compiler.is_compiling():
-            weights = tuple(map(_metadata_of, weights))
+            # By no operation on it: a weight that FSDP2 gathered refuses empty_like.
+            weights = tuple(
+                torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device="meta")
+                for w in weights
+            )
         if adapter is not None:
             adapter = Adapter(None, None, adapter.scaling, None, 0.0)  # type: ignore[arg-type]
         return self._replace(weights=weights, bias_EN=None, adapter=adapter, refresh=False)
@@ -265,11 +269,3 @@ class Projection(NamedTuple):
 
 def _is_leaf(w: Tensor) -> bool:
     return (w.is_leaf and w.requires_grad) or isinstance(w, nn.Parameter)
-
-
-def _metadata_of(w: Tensor) -> Tensor:
-    """A tensor on meta with the shape, layout and dtype of a weight, by no operation on it.
-
-    A weight that FSDP2 gathered refuses empty_like, which torch 2.11 calls for meta, too.
-    """
-    return torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device="meta")

@@ -80,12 +80,12 @@ def ready(
         check_mx_blocks(op, given.recipe, None, **{f"in_features of {names[0]}": given.in_features})
     if given.bias_EN is not None:
         check_parameter(op, names[1], given.bias_EN)
-    if given.stored is None and isinstance(weights[0], KEPT):
-        given = given._replace(stored=stored_weight(op, weights[0], given.recipe))
     takes_one_dtype = dtype is not None and not given.recipe.weight.reads_any_dtype
     if takes_one_dtype and weights[0].dtype in ACTIVATIONS and weights[0].dtype != dtype:
         cast = tuple(w.to(dtype) for w in weights)
         given = given._replace(weights=cast)
+    if given.stored is None and isinstance(cast[0], KEPT):
+        given = given._replace(stored=stored_weight(op, cast[0], given.recipe))
     return given, cast if given.main_grad is None else weights
 
 

@@ -26,6 +26,8 @@ from grouped_linear.ops.constants import is_finite, is_integer, is_number
 from grouped_linear.quantized.keep import is_dtensor
 from grouped_linear.recipes import DelayedScalingState, Recipe
 from grouped_linear.recipes.format import check_flags as check_flags
+from grouped_linear.recipes.format import check_model as check_model
+from grouped_linear.recipes.format import check_num_groups as check_num_groups
 from grouped_linear.recipes.format import shown
 from grouped_linear.recipes.recipe import check_is_recipe
 
@@ -35,24 +37,6 @@ GATE_UP = "gate_up_proj", "gate_up_proj_bias", "gate_up_lora", "2 F", "H"
 DOWN = "down_proj", "down_proj_bias", "down_lora", "H", "F"
 
 # --- options -------------------------------------------------------------------------------------
-
-
-def check_model(op: str, model: Any) -> None:
-    """Raise TypeError for what is no module, as a class or a name."""
-    if isinstance(model, nn.Module):
-        return
-    got = "None" if model is None else f"a {type(model).__name__}"
-    if isinstance(model, type):
-        got = f"the class {model.__name__}: make a model of it"
-    raise TypeError(f"{op}: model must be a torch.nn.Module, got {got}")
-
-
-def check_num_groups(layer: str, name: str, number: int) -> None:
-    """Raise ValueError unless it is an integer from 1 to 1024."""
-    if not is_integer(number):
-        raise ValueError(f"{layer}: {name} must be an integer, got {number!r}")
-    if not 1 <= number <= MAX_GROUPS:
-        raise ValueError(f"{layer}: {name} must be between 1 and {MAX_GROUPS}, got {number}")
 
 
 def check_features(layer: str, **features: int) -> None:
@@ -96,13 +80,12 @@ def check_recipe(layer: str, recipe: Recipe | None) -> None:
             raise ValueError(f"{layer}: qat_dim is convert's, for weights kept as [E, K, N]")
 
 
-def check_state(op: str, *states: Any) -> None:
-    """Raise ValueError unless each is None or a DelayedScalingState."""
-    for state in states:
-        if state is not None and not isinstance(state, DelayedScalingState):
-            raise ValueError(
-                f"{op}: state must be a grouped_linear.recipes.DelayedScalingState, got {state!r}"
-            )
+def check_state(op: str, state: Any) -> None:
+    """Raise ValueError unless it is None or a DelayedScalingState."""
+    if state is not None and not isinstance(state, DelayedScalingState):
+        raise ValueError(
+            f"{op}: state must be a grouped_linear.recipes.DelayedScalingState, got {state!r}"
+        )
 
 
 def check_activation(op: str, activation: Activation) -> None:
@@ -229,8 +212,7 @@ def check_projection(op: str, names: Sequence[str], given: Projection, x: Tensor
     """Check a projection that is multiplied with rows x, in the caller's words."""
     (weight, bias, lora, *letters), w, bias_EN = names, given.weights[0], given.bias_EN
     for name, t in ((weight, w), (bias, bias_EN)):
-        if t is not None and t.device != x.device:
-            raise RuntimeError(f"{op}: {name} is on {t.device}, x is on {x.device}")
+        check_device(op, name, t, x)
     E = len(given.weights) if w.dim() == 2 else w.size(0)
     if not 1 <= E <= MAX_GROUPS:
         raise RuntimeError(f"{op}: E must be between 1 and {MAX_GROUPS}, got {E}")

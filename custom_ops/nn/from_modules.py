@@ -72,11 +72,6 @@ def fill(layer: nn.Module, parameters: Parameters) -> None:
     for name, p in parameters.items():
         if not p.requires_grad:
             layer.get_parameter(name).requires_grad_(False)
-    device = next(iter(parameters.values())).device
-    if device.type == "meta":
-        return
-    for state in layer.children():  # scales and caches
-        state.to_empty(device=device).reset()  # type: ignore[operator]
     layer.load_state_dict(parameters, strict=False, assign=True)
 
 

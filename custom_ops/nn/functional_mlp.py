@@ -29,6 +29,7 @@ from grouped_linear.nn.checks import (
     splits_on,
 )
 from grouped_linear.nn.dispatcher import TokenDispatcher
+from grouped_linear.nn.gradient_accumulation import mark_added
 from grouped_linear.nn.lora import LoraWeights, adapter_of
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.recipes import DelayedScalingState, Recipe
@@ -253,6 +254,7 @@ def apply_mlp(
     if dispatcher is not None and dispatched is not None:
         y_TH = dispatcher.combine(y_TH, dispatched)
         check_combined(dispatcher, sent_TH, y_TH)
+    mark_added(gate_up, down)
     return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)
 
 
@@ -278,7 +280,9 @@ def apply_mlp_sorted(
     if row_weights is not None and torch.is_grad_enabled():  # as in apply_mlp
         row_R = torch.arange(x.size(0), dtype=torch.int32, device=x.device)
         row_weights = row_weights.masked_fill(row_R >= offs_E[-1], 0)
-    return _apply(x_RH, row_weights, SortedRows(offs_E), projections, config)
+    y_RH = _apply(x_RH, row_weights, SortedRows(offs_E), projections, config)
+    mark_added(gate_up, down)
+    return y_RH
 
 
 #: Both projections as they are multiplied, each with the weight that autograd differentiates.

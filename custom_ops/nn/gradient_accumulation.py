@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grouped_linear.autograd.projection import Projection
 from grouped_linear.autograd.wgrad import MainGrad
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.quantized.keep import local_part
@@ -83,9 +84,15 @@ def main_grad_of(
     overwrite = False if first is None else first
     if getattr(parameters[0], "overwrite_main_grad", False):
         overwrite = True
-    returns_zeros = hasattr(parameters[0], "grad_added_to_main_grad")
-    if returns_zeros:
-        # In the forward: a compiled backward cannot set an attribute.
-        for w in parameters:
-            w.grad_added_to_main_grad = True
-    return MainGrad(main_grads, overwrite, returns_zeros)
+    return MainGrad(main_grads, overwrite, hasattr(parameters[0], "grad_added_to_main_grad"))
+
+
+def mark_added(*given: Projection) -> None:
+    """Set ``grad_added_to_main_grad`` of weights that have it, after a call that was not refused.
+
+    In the forward: a compiled backward cannot set an attribute.
+    """
+    for projection in given:
+        if projection.main_grad is not None and projection.main_grad.returns_zeros:
+            for w in projection.weights:
+                w.grad_added_to_main_grad = True  # type: ignore[attr-defined]

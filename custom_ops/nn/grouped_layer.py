@@ -77,6 +77,15 @@ class GroupedLayer(KeepsFrozen):
         """Register a parameter. A subclass may register one for each expert."""
         self.register_parameter(name, None if t is None else nn.Parameter(t))
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load. With a weight that is assigned its state and cache leave the meta device."""
+        was_meta = next(self.parameters()).is_meta
+        super()._load_from_state_dict(*args, **kwargs)
+        device = next(self.parameters()).device
+        for kept in self.children() if was_meta and device.type != "meta" else ():
+            if isinstance(kept, DelayedScalingState | WeightCache):
+                kept.to_empty(device=device)
+
     def _reset(self) -> None:
         """Forget the scales, what caches hold and what a dispatcher has counted."""
         for kept in self.children():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
@@ -31,7 +32,6 @@ from grouped_linear.parallel.exchange import (
     numbers_of,
     weights_and_experts,
 )
-from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
 
 
 def starts(end_D: Tensor) -> Tensor:
@@ -306,7 +306,8 @@ class AllToAllV(AllToAll):
 
     def require(self, device_type: str) -> None:
         """Raise RuntimeError on GPUs without NVSHMEM."""
-        require_symmetric_memory("AllToAllV", device_type)
+        if device_type == "cuda" and not _symmetric_memory.is_nvshmem_available():
+            raise RuntimeError("AllToAllV: needs NVSHMEM, which this torch lacks or cannot find")
 
     def exchange(self, expert_TC: Tensor) -> VariableExchange:
         """Tokens sorted by process."""

@@ -24,12 +24,6 @@ _resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-def
 _ROW_BYTES = 64
 
 
-def require_symmetric_memory(name: str, device_type: str) -> None:
-    """Raise RuntimeError where rows of that device cannot be exchanged this way."""
-    if device_type == "cuda" and not _symm_mem.is_nvshmem_available():
-        raise RuntimeError(f"{name}: needs NVSHMEM, which this torch lacks or cannot find")
-
-
 class _Buffers:
     """Symmetric memory of one group; every process allocates the same.
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear import ops
-from grouped_linear.meta_kernels.rules import E4M3, MAX_GROUPS, MAX_MARGIN
+from grouped_linear.meta_kernels.rules import E4M3, MAX_MARGIN
 from grouped_linear.ops.constants import is_integer
-from grouped_linear.recipes.format import Device, Format
+from grouped_linear.recipes.format import Device, Format, check_model, check_num_groups
 from grouped_linear.recipes.recipe import Recipe, check_is_recipe
 
 E5M2 = torch.float8_e5m2
@@ -159,17 +159,14 @@ class DelayedScalingState(nn.Module):
         check_is_recipe("DelayedScalingState", recipe)
         if not isinstance(recipe, DelayedScaling):
             raise ValueError(f"DelayedScalingState: recipe must be DelayedScaling, got {recipe!r}")
-        if not (is_integer(num_groups) and 1 <= num_groups <= MAX_GROUPS):
-            raise ValueError(
-                f"DelayedScalingState: num_groups must be an integer from 1 to {MAX_GROUPS}, got "
-                f"{num_groups!r}"
-            )
+        check_num_groups("DelayedScalingState", "num_groups", num_groups)
         self.recipe = recipe
         steps = recipe.amax_history_len
         self.x = OperandState(num_groups, steps, E4M3, device)
         self.weight = OperandState(num_groups, steps, E4M3, device)
         self.dy = OperandState(num_groups, steps, E5M2, device)
-        self._recording, self._filling, self._reading = (
+        #: The three recipes that :meth:`of_call` chooses from.
+        self.recipes = tuple(
             Recipe(
                 replace(recipe.input, state=self.x, records=records),
                 replace(recipe.weight, state=self.weight, records=of_weight),
@@ -184,11 +181,6 @@ class DelayedScalingState(nn.Module):
         """The states of x, weight and dy."""
         return self.x, self.weight, self.dy
 
-    @property
-    def recipes(self) -> tuple[Recipe, Recipe, Recipe]:
-        """The three recipes that :meth:`of_call` chooses from."""
-        return self._recording, self._filling, self._reading
-
     def reset(self) -> None:
         """Forget the scales and the histories."""
         for operand in self.operands:
@@ -199,9 +191,10 @@ class DelayedScalingState(nn.Module):
 
         But that of a weight which fills a cache: calls with gradients read it from there.
         """
+        recording, filling, reading = self.recipes
         if torch.is_grad_enabled():
-            return self._recording
-        return self._filling if fills_cache else self._reading
+            return recording
+        return filling if fills_cache else reading
 
 
 def new_state(recipe: Recipe | None, num_groups: int, device: Device) -> DelayedScalingState | None:
@@ -239,8 +232,7 @@ def update_scales(model: nn.Module, group: "dist.ProcessGroup | None" = None) ->
     >>> layer.weight_state.x.scale * 448
     tensor([1., 1.])
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"update_scales: model must be a torch.nn.Module, got {model!r}")
+    check_model("update_scales", model)
     by_rule: dict[tuple[torch.device, int, str], list[OperandState]] = defaultdict(list)
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):

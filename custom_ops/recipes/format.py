@@ -9,10 +9,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, FP8, dtype_name
-from grouped_linear.ops.constants import constant, is_finite, is_number, keep_constants
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, FP8, MAX_GROUPS, dtype_name
+from grouped_linear.ops.constants import (
+    constant,
+    is_finite,
+    is_integer,
+    is_number,
+    keep_constants,
+)
 
 #: A layer's weight: one tensor [E, N, K], or E tensors [N, K].
 WeightList = tuple[Tensor, ...]
@@ -109,6 +115,24 @@ def check_flags(owner: str, **flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ValueError(f"{owner}: {name} must be True or False, got {flag!r}")
+
+
+def check_model(op: str, model: Any) -> None:
+    """Raise TypeError for what is no module, as a class or a name."""
+    if isinstance(model, nn.Module):
+        return
+    got = "None" if model is None else f"a {type(model).__name__}"
+    if isinstance(model, type):
+        got = f"the class {model.__name__}: make a model of it"
+    raise TypeError(f"{op}: model must be a torch.nn.Module, got {got}")
+
+
+def check_num_groups(layer: str, name: str, number: int) -> None:
+    """Raise ValueError unless it is an integer from 1 to 1024."""
+    if not is_integer(number):
+        raise ValueError(f"{layer}: {name} must be an integer, got {number!r}")
+    if not 1 <= number <= MAX_GROUPS:
+        raise ValueError(f"{layer}: {name} must be between 1 and {MAX_GROUPS}, got {number}")
 
 
 def changed_options(instance: Any) -> str:

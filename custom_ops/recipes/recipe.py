@@ -86,10 +86,8 @@ class Recipe:
         # Plain attributes, because each call asks.
         in_blocks = all(f.scaling == "block" for f in (x, w, dy)) and not dy.share_scales
         alike = len({(f.power_of_two_scales, f.amax_epsilon) for f in (x, w, dy)}) == 1
-        plain = (
-            alike and not self.requantize_weights and all(f.observer is None for f in (x, w, dy))
-        )
-        one_op = in_blocks and plain and w.qat is None
+        plain = alike and all(f.observer is None for f in (x, w, dy)) and w.qat is None
+        one_op = in_blocks and plain and not self.requantize_weights
         in_fp8 = x.wgrad_dtype is None and dy.wgrad_dtype is None
         set_attribute = object.__setattr__  # the dataclass is frozen
         known = all(None not in both and len(set(both)) == 1 for both in kinds.values())

@@ -165,14 +165,21 @@ class GroupedLinear(linear.GroupedLinear):
         return tuple(f"{name}{e}" for e in range(self.num_experts))
 
     def _experts_of(self, name: str) -> Any:
-        if name in self._parameters:
+        if name in self._parameters or self._single[name]:
             return getattr(self, name)
-        return tuple(getattr(self, expert) for expert in self._per_expert(name))
+        experts = tuple(getattr(self, expert) for expert in self._per_expert(name))
+        if any(own is None for own in experts):
+            raise TypeError(
+                f"GroupedLinear: {name}{experts.index(None)} is None: an expert without rows has "
+                "parameters, too"
+            )
+        return experts
 
     def _weights(self) -> dict[str, Any]:
         """The weight's parameters by name; Any, because their owners give them attributes."""
-        names = ("weight",) if self._single["weight"] else self._per_expert("weight")
-        return {name: getattr(self, name) for name in names}
+        if self._single["weight"]:
+            return {"weight": self.weight}
+        return dict(zip(self._per_expert("weight"), self._experts_of("weight"), strict=True))
 
     def _draw(self, weight: Iterable[Tensor], bias: Iterable[Tensor]) -> None:
         tracker = self._get_rng_state_tracker
@@ -276,9 +283,8 @@ class GroupedLinear(linear.GroupedLinear):
         first, size = weights[0].detach(), weights[0].numel()
         for e, w in enumerate(weights):
             same_memory = w.untyped_storage()._cdata == first.untyped_storage()._cdata
-            if not same_memory or w.storage_offset() != first.storage_offset() + e * size:
-                return None
-            if not w.is_contiguous():
+            beside = w.storage_offset() == first.storage_offset() + e * size
+            if not (same_memory and beside and w.is_contiguous()):
                 return None
         return first.as_strided((len(weights), *first.shape), (size, *first.stride()))
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from grouped_linear import Float8BlockScaling, GroupedMLP
 from support.devices import HAS_GPU
-from support.processes import PROCESSES, Checks, Passes
+from support.processes import PROCESSES, Checks, on_cpu
 
 accelerate = pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, DistributedType  # noqa: E402
@@ -63,8 +63,5 @@ CHECKS: Checks = {
     "foreach": partial(check_weights_move, False),
 }
 
-
-@pytest.mark.skipif(HAS_GPU, reason="accelerate takes the GPU")
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
+no_gpu = pytest.mark.skipif(HAS_GPU, reason="accelerate takes the GPU")
+test_two_processes = no_gpu(on_cpu(CHECKS))

@@ -15,7 +15,7 @@ from grouped_linear import Float8BlockScaling, convert
 from support.compare import assert_same_tensors, bits
 from support.devices import HAS_GPU
 from support.hugging_face import tiny
-from support.processes import PROCESSES, Checks, Passes
+from support.processes import PROCESSES, Checks, on_cpu
 
 accelerate = pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, DistributedType  # noqa: E402
@@ -78,8 +78,5 @@ def check_states(rank: int, directory: Path) -> None:
 
 CHECKS: Checks = {"states": check_states}
 
-
-@pytest.mark.skipif(HAS_GPU, reason="accelerate takes the GPU")
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
+no_gpu = pytest.mark.skipif(HAS_GPU, reason="accelerate takes the GPU")
+test_two_processes = no_gpu(on_cpu(CHECKS))

@@ -19,11 +19,11 @@ from torch import Tensor
 from grouped_linear import Float8BlockScaling, convert
 from support import deepseek_v4
 from support.compare import assert_same_tensors, bits
-from support.devices import HAS_GPU, needs_two_gpus
+from support.devices import HAS_GPU
 from support.errors import sentence
 from support.four_bits import learns_in_mxfp4
 from support.gpt_oss import packed, write_checkpoint
-from support.processes import PROCESSES, Checks, Passes, device
+from support.processes import PROCESSES, Checks, device, on_cpu, on_gpus
 
 pytest.importorskip("accelerate")
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, set_seed
@@ -337,14 +337,5 @@ CHECKS: Checks = {
     "refused": check_refused,
 }
 
-
-@pytest.mark.skipif(HAS_GPU, reason="transformers takes the GPU: test_two_gpus")
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
-
-
-@needs_two_gpus
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
-    passes_on_gpus(check)
+no_gpu = pytest.mark.skipif(HAS_GPU, reason="transformers takes the GPU: test_two_gpus")
+test_two_processes, test_two_gpus = no_gpu(on_cpu(CHECKS)), on_gpus(CHECKS)

@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations import finegrained_fp8
 
 from grouped_linear import Float8BlockScaling
-from support.devices import needs_two_gpus
-from support.processes import Checks, Passes, device
+from support.processes import Checks, device, on_cpu, on_gpus
 
 pytest.importorskip("accelerate")  # what loads in FP8 needs it
 pytest.importorskip("peft")
@@ -104,13 +103,4 @@ CHECKS: Checks = {
     for weights in kept
 }
 
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, passes: Passes) -> None:
-    passes(check)
-
-
-@needs_two_gpus
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
-    passes_on_gpus(check)
+test_two_processes, test_two_gpus = on_cpu(CHECKS), on_gpus(CHECKS)

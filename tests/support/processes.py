@@ -6,14 +6,7 @@ is wanted in this run of pytest (`-k`). A test reports one check::
 
     CHECKS: Checks = {"replicas": check_replicas, ...}
 
-    @pytest.mark.parametrize("check", CHECKS)
-    def test_two_processes(check: str, passes: Passes) -> None:
-        passes(check)
-
-    @needs_two_gpus
-    @pytest.mark.parametrize("check", CHECKS)
-    def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
-        passes_on_gpus(check)
+    test_two_processes, test_two_gpus = on_cpu(CHECKS), on_gpus(CHECKS)
 
 A check makes its tensors on :func:`device`. A module that needs more processes has a number
 PROCESSES of its own. A check that does not end fails after CHECK_SECONDS and says where it waited.
@@ -27,7 +20,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -74,6 +67,27 @@ def passes_on_gpus(
 ) -> Passes:
     """The same on two GPUs."""
     return _shared_run(request, tmp_path_factory, "nccl")
+
+
+def on_cpu(checks: Iterable[Any]) -> Callable[[str, Passes], None]:
+    """A test of each check on the CPU."""
+
+    @pytest.mark.parametrize("check", checks)
+    def test(check: str, passes: Passes) -> None:
+        passes(check)
+
+    return test
+
+
+def on_gpus(checks: Iterable[Any], count: int = PROCESSES) -> Callable[[str, Passes], None]:
+    """The same on so many GPUs."""
+
+    @pytest.mark.gpus(count)
+    @pytest.mark.parametrize("check", checks)
+    def test(check: str, passes_on_gpus: Passes) -> None:
+        passes_on_gpus(check)
+
+    return test
 
 
 def device() -> torch.device:

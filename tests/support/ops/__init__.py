@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page an op: a module of its name, with its OpInfo as ``OP``. Each list of ops is made of it."""
+"""A page an op: a module of its name, with its OpInfo as ``OP``. Each list of ops is made of it.
+
+Their letters: T rows, E groups, K in_features, N out_features.
+"""
 
 import importlib
 import pkgutil

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""adam_weight_: a step of Adam over a weight and its FP8 numbers.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""adam_weight_: a step of Adam over a weight and its FP8 numbers."""
 
 import torch
 from torch import Tensor

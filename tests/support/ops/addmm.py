@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""addmm: c + a @ b in 16 bits.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""addmm: c + a @ b in 16 bits."""
 
 import torch
 

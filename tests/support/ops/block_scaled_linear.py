@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""block_scaled_linear: a block-scaled layer's forward.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""block_scaled_linear: a block-scaled layer's forward."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""block_scaled_linear_grad: a block-scaled layer's backward.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""block_scaled_linear_grad: a block-scaled layer's backward."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dequantize_mxfp4: the numbers of a weight in MXFP4.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""dequantize_mxfp4: the numbers of a weight in MXFP4."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gather_dot: products with gathered rows.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""gather_dot: products with gathered rows."""
 
 import torch
 

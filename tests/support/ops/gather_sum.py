@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gather_sum: weighted sums of gathered rows.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""gather_sum: weighted sums of gathered rows."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""group_dequantize_t: columnwise data to numbers.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""group_dequantize_t: columnwise data to numbers."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""group_quantize: rows to FP8 under block scaling.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""group_quantize: rows to FP8 under block scaling."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""group_quantize_current: rows to FP8 with one scale a group, from its own amax.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""group_quantize_current: rows to FP8 with one scale a group, from its own amax."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""group_quantize_delayed: rows to FP8 with given scales, one a group; the amax is recorded.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""group_quantize_delayed: rows to FP8 with given scales, one a group; the amax is recorded."""
 
 import torch
 

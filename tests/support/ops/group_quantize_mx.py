@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""group_quantize_mx: rows to MXFP8.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""group_quantize_mx: rows to MXFP8."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""group_quantize_swiglu_grad: the bytes of quantizing swiglu_grad's results.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""group_quantize_swiglu_grad: the bytes of quantizing swiglu_grad's results."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""group_round_mx: the bf16 numbers of group_quantize_mx.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""group_round_mx: the bf16 numbers of group_quantize_mx."""
 
 import torch
 

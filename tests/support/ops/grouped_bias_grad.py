@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_bias_grad: the sums of each group's rows.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""grouped_bias_grad: the sums of each group's rows."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_mm: a @ b + a_low @ b_low + bias of each group.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""grouped_mm: a @ b + a_low @ b_low + bias of each group."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_mm_list: grouped_mm of a tensor an expert, transposed or not.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""grouped_mm_list: grouped_mm of a tensor an expert, transposed or not."""
 
 import torch
 

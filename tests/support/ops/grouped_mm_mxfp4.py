@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_mm_mxfp4: a @ w.T + a_low @ b_low + bias of each group, or a @ w, of w in MXFP4.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""grouped_mm_mxfp4: a @ w.T + a_low @ b_low + bias of each group, or a @ w, of w in MXFP4."""
 
 from dataclasses import replace
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_mm_swiglu_grad: swiglu_grad for dh = a @ b. All sums of samples are exact.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""grouped_mm_swiglu_grad: swiglu_grad for dh = a @ b. All sums of samples are exact."""
 
 from dataclasses import replace
 

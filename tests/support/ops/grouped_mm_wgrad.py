@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_mm_wgrad: dy.T @ x of each group.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""grouped_mm_wgrad: dy.T @ x of each group."""
 
 import torch
 

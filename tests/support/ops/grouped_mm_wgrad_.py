@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_mm_wgrad_: grouped_mm_wgrad added to main_grad, or written over it.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""grouped_mm_wgrad_: grouped_mm_wgrad added to main_grad, or written over it."""
 
 import torch
 

@@ -2,8 +2,6 @@
 """grouped_scaled_mm: a @ b + bias of each group in FP8, with scales of blocks or of groups.
 
 And a_low @ b_low, which is not quantized.
-
-T rows, E groups, K in_features, N out_features.
 """
 
 import torch

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_scaled_mm_wgrad: dy.T @ x of each group in FP8, with scales of blocks or of groups.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""grouped_scaled_mm_wgrad: dy.T @ x of each group in FP8, with scales of blocks or of groups."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""grouped_scaled_mm_wgrad_list_: grouped_scaled_mm_wgrad_ of a tensor an expert.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""grouped_scaled_mm_wgrad_list_: grouped_scaled_mm_wgrad_ of a tensor an expert."""
 
 import torch
 

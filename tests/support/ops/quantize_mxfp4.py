@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize_mxfp4: a weight as codes of 4 bits with a scale for each block of 32.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""quantize_mxfp4: a weight as codes of 4 bits with a scale for each block of 32."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize_weight: a weight to FP8 in blocks of 128 x 128.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""quantize_weight: a weight to FP8 in blocks of 128 x 128."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize_weight_current: a weight to FP8 with one scale an expert, from its own amax.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""quantize_weight_current: a weight to FP8 with one scale an expert, from its own amax."""
 
 import torch
 

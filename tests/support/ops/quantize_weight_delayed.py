@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize_weight_delayed: a weight to FP8 with given scales, one an expert; the amax is recorded.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""quantize_weight_delayed: a weight to FP8 with given scales, one an expert; it records amax."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize_weight_list: quantize_weight of a tensor an expert.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""quantize_weight_list: quantize_weight of a tensor an expert."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""refresh_weight_current_: quantize_weight_current into tensors that are kept.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""refresh_weight_current_: quantize_weight_current into tensors that are kept."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""refresh_weight_delayed_: quantize_weight_delayed into kept tensors, with its scales.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""refresh_weight_delayed_: quantize_weight_delayed into kept tensors, with its scales."""
 
 import torch
 

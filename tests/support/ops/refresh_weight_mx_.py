@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""refresh_weight_mx_: a weight rounded to MXFP8 into tensors that are kept.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""refresh_weight_mx_: a weight rounded to MXFP8 into tensors that are kept."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scatter_rows: rows written to many places.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""scatter_rows: rows written to many places."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sort_by_expert: tokens sorted by their experts.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""sort_by_expert: tokens sorted by their experts."""
 
 import torch
 

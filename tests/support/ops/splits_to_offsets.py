@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""splits_to_offsets: the end of each group.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""splits_to_offsets: the end of each group."""
 
 import torch
 

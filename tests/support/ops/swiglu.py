@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""swiglu: SwiGLU.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""swiglu: SwiGLU."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""swiglu_grad: the gradient of SwiGLU, and its weighted output.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""swiglu_grad: the gradient of SwiGLU, and its weighted output."""
 
 import torch
 

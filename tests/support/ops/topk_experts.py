@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""topk_experts: the k experts of the largest scores, and their weights.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""topk_experts: the k experts of the largest scores, and their weights."""
 
 import torch
 

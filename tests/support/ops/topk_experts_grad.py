@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""topk_experts_grad: the gradient of experts' weights by the logits.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""topk_experts_grad: the gradient of experts' weights by the logits."""
 
 import torch
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transpose_weight: the numbers of a quantized weight as [E, K, N].
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""transpose_weight: the numbers of a quantized weight as [E, K, N]."""
 
 import torch
 

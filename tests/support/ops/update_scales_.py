@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""update_scales_: the scales of delayed scaling at the end of a step.
-
-T rows, E groups, K in_features, N out_features.
-"""
+"""update_scales_: the scales of delayed scaling at the end of a step."""
 
 import torch
 
