@@ -326,6 +326,30 @@ replay_routing: the model ran 0 tokens of a sequence, the routing has 5: give th
     record(first, behind)  # the cache holds what ran
 
 
+def test_calls_that_raise_leave_no_choices() -> None:
+    """A call counts when it has ended; a recording that cannot be taken is gone."""
+    model, ids = converted(layers=2), tokens("cpu", 2, PROMPT)
+    others = (ids + 1) % 64
+    last = model.model.layers[1].self_attn
+    with torch.no_grad(), record_routing(model, 2, 20) as recording:
+        model(ids)
+        recording.take()
+        hook = last.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(others)
+        hook.remove()
+        assert (
+            sentence(recording.take) == "record_routing: no token was recorded since the last take"
+        )
+        with pytest.raises(ValueError, match=r"the model ran other sequences in the same context"):
+            model(ids), model(others), recording.take()
+        assert (
+            sentence(recording.take) == "record_routing: no token was recorded since the last take"
+        )
+        model(others)
+        assert torch.equal(recording.take(), recorded(model, others))
+
+
 @pytest.mark.parametrize("shared", ["block", "router"])
 def test_layers_that_share_a_router(shared: str) -> None:
     model, ids = tiny("qwen3_moe", num_hidden_layers=2), tokens("cpu", B, S)
@@ -336,15 +360,19 @@ def test_layers_that_share_a_router(shared: str) -> None:
         second.mlp.gate = first.mlp.gate
     convert(model)
     layers = 1 if shared == "block" else 2
+
+    def call(context: Any) -> None:
+        with context, torch.no_grad():
+            model(ids)
+
     for context in (
         record_routing(model, B, S),
         replay_routing(model, random_experts(layers=layers)),
     ):
-        with context, torch.no_grad():
-            assert sentence(lambda: model(ids)).endswith(
-                f"_routing: model.layers.{layers - 1}.mlp runs twice in a call of the model: "
-                "layers that share a router cannot be told apart"
-            )
+        assert sentence(partial(call, context)).endswith(
+            f"_routing: model.layers.{layers - 1}.mlp runs twice in a call of the model: "
+            "layers that share a router cannot be told apart"
+        )
 
 
 def test_padding_and_packed_sequences() -> None:

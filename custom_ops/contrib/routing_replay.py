@@ -39,16 +39,18 @@ class Recording:
 
         Raises:
             ValueError: if no token was recorded, or if calls were not those of the same sequences,
-                one after the other.
+                one after the other; the next call begins anew then, too.
         """
         context = self._context
-        column = context.check_calls()
-        if not column:
-            raise ValueError("record_routing: no token was recorded since the last take")
-        routing = context.experts[:, :, :column].permute(1, 2, 0, 3).contiguous()
-        context.tokens.fill_(-1)
-        context.column.zero_()
-        return routing
+        try:
+            column = context.check_calls()
+            if not column:
+                raise ValueError("record_routing: no token was recorded since the last take")
+            return context.experts[:, :, :column].permute(1, 2, 0, 3).contiguous()
+        finally:
+            context.tokens.fill_(-1)
+            context.column.zero_()
+            context.faults.zero_()
 
 
 @contextmanager
@@ -424,26 +426,24 @@ class _Context(_State):
         for layer in layers:
             layer.context = self
 
-    def begin(self, n: int, ids: Tensor | None, start: int | Tensor) -> None:
-        """Begin a call with n tokens of each sequence, behind `start` of them."""
+    def begin(self, n: int, ids: Tensor | None, start: int | Tensor) -> Tensor:
+        """Begin a call with n tokens of each sequence behind `start`; where each one is, [n]."""
         columns = torch.arange(n, device=self.tokens.device) + start
         first, last, at = columns[0], columns[-1], columns.clamp(max=self.S)
         if ids is None:  # nothing shows whether these are the same sequences again
             differ = (first == 0) & (self.column > 0)
         else:
-            ids = ids.to(self.tokens)
             seen = self.tokens.index_select(1, at)
-            differ = ((seen >= 0) & (seen != ids)).any()
-            self.tokens.index_copy_(1, at, ids)
+            differ = ((seen >= 0) & (seen != ids.to(seen))).any()
         skipped = (first != 0) & (first != self.column)
         self.faults.logical_or_(torch.stack([skipped, last >= self.S, differ]))
-        self.column.copy_(last + 1)
         self.columns = at
         for layer in self.layers:
             layer.ran = False
+        return columns
 
-    def check_layers(self) -> None:
-        """Raise ValueError for a layer that did not run in a call."""
+    def end(self, columns: Tensor, ids: Tensor | None) -> None:
+        """End a call that raised nothing; ValueError for a layer that did not run in it."""
         ran = {layer.index for layer in self.layers if layer.ran}
         for layer in self.layers:
             layer.ran = False  # as at first, so that no graph is compiled again
@@ -452,11 +452,13 @@ class _Context(_State):
                     f"{layer.where} did not run in the model's call: it has another router now, or "
                     "the model left a layer out"
                 )
+        if ids is not None:
+            self.tokens.index_copy_(1, columns.clamp(max=self.S), ids.to(self.tokens))
+        self.column.copy_(columns[-1] + 1)
 
     def check_calls(self) -> int:
         """The tokens of a sequence that ran; ValueError if they were not those of one batch."""
         *faults, column = torch.cat([self.faults, self.column[None]]).tolist()
-        self.faults.zero_()
         way_out = "make a context for each" if self.replays else "take the recording before"
         sentences = (
             "a call went on behind tokens that did not run in this context, or took some back: run "
@@ -510,12 +512,12 @@ class _Model(_State):
                 f"{op}: a {type(cache).__name__} does not say how many tokens it holds: use a "
                 "cache of transformers, without continuous batching"
             )
-        context.begin(n, ids, 0 if cache is None else cache.get_seq_length())
+        columns = context.begin(n, ids, 0 if cache is None else cache.get_seq_length())
         try:
             output = self.inner(*args, **kwargs)
         finally:
             context.columns = None
-        context.check_layers()
+        context.end(columns, ids)
         return output
 
 
