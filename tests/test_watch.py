@@ -887,7 +887,7 @@ def check_sharded(rank: int, folder: Path) -> None:
     for module, use_orig_params in ((whole, True), (alone, False)):
         options: Any = {"use_orig_params": use_orig_params, "device_id": device()}
         flat = FullyShardedDataParallel(module, **options)
-        assert "has flat parameters, as FullyShardedData" in sentence(lambda flat=flat: watch(flat))
+        assert "is in FullyShardedDataParallel, which" in sentence(lambda flat=flat: watch(flat))
         assert all(getattr(m, "observed", None) is None for m in flat.modules())
 
 

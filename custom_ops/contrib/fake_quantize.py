@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from grouped_linear import Format, Recipe, ops
+from grouped_linear.contrib.layers import ROLES
 from grouped_linear.recipes import Layouts, Operands
-
-#: The operands of a layer, in the order of a recipe's arguments.
-ROLES = ("input", "weight", "grad_output")
 
 
 def fake_quantize(

@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grouped_linear.contrib.fake_quantize import ROLES
+from grouped_linear.contrib.layers import ROLES, layers_of
 from grouped_linear.contrib.watch_counts import COLUMNS, MAXIMA, WatchedLayer
 from grouped_linear.integrations.convert import aligned
-from grouped_linear.integrations.experts import Experts, named_experts
-from grouped_linear.nn.checks import check_model
+from grouped_linear.integrations.experts import Experts
 from grouped_linear.parallel import TokenDispatcher
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import DelayedScalingState
@@ -163,30 +162,19 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, every: int, rows: int | None, to: Any) -> None:
-        check_model("watch", model)
         for name, given in (("every", every), ("rows", 1 if rows is None else rows)):
             if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
                 raise ValueError(f"watch: {name} must be a positive integer, got {given!r}")
         if not (to is None or callable(to)):
             raise ValueError(f"watch: to must be a function, got {type(to).__name__}")
         self.every, self.to, self.steps, self._is_on = every, to, 0, True
-        watched = {name: experts for name, experts in named_experts(model) if experts.computed_here}
-        if not watched:
-            raise ValueError(
-                f"watch: {type(model).__name__} has no GroupedLinear, no GroupedMLP and no "
-                "experts that convert has converted"
-            )
+        watched = layers_of("watch", model)
         taken = {e.module for other in _watching for e in other._experts.values()}
         for name, e in watched.items():
-            where = f"watch: {name or type(model).__name__}"
             if e.module in taken:
                 raise ValueError(
-                    f"{where} is watched already: read that Watch, or call its remove()"
-                )
-            if _is_flat(e):
-                raise ValueError(
-                    f"{where} has flat parameters, as FullyShardedDataParallel makes them: watch "
-                    "before, or shard by fully_shard"
+                    f"watch: {name or type(model).__name__} is watched already: read that Watch, "
+                    "or call its remove()"
                 )
         self._experts: dict[str, Experts] = watched
         _watching.add(self)
@@ -357,15 +345,6 @@ def watch(
     128
     """
     return Watch(model, every, rows, to)
-
-
-def _is_flat(experts: Experts) -> bool:
-    """Whether FullyShardedDataParallel has made one parameter of all."""
-    module, name = experts.module, experts.weights[0]
-    w: Any = getattr(module, name, None)
-    if name in vars(module) and w._is_view():
-        return True
-    return experts.library == "torchtitan" and _local(w).dim() < 3  # by use_orig_params
 
 
 def _num_experts(numbers: Tensor) -> int:

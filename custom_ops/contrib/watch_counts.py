@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from grouped_linear import Format, Recipe, ops
-from grouped_linear.contrib.fake_quantize import ROLES
+from grouped_linear.contrib.layers import ROLES
 from grouped_linear.recipes import Layouts, Operands
 from grouped_linear.recipes.quantize import Gathered, SwigluGradOf, SwigluOf
 
