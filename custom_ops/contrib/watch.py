@@ -4,6 +4,7 @@
 E groups (experts), K in_features, N out_features.
 """
 
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -290,7 +291,7 @@ class Watch:
         layer = self.layers[name]
         read = layer.read(reset)
         for i, weight in enumerate(layer.weights):
-            now = _looked_at(getattr(self._experts[name].module, weight, None))
+            now = _looked_at(self._experts[name].module, weight)
             before = self._before.get((name, weight))
             if reset and now is not None:
                 self._before[name, weight] = now
@@ -377,17 +378,20 @@ def _local(w: Any) -> Any:
     return w.to_local() if hasattr(w, "to_local") else w
 
 
-def _looked_at(weight: Any) -> Tensor | None:
+def _looked_at(module: nn.Module, name: str) -> Tensor | None:
     """Some numbers of a weight, as an optimizer steps them: [E, rows, columns]; None if frozen."""
-    w: Any = _local(weight)
-    if not isinstance(w, Tensor) or w.dim() not in (3, 4) or w.is_meta or not weight.requires_grad:
-        return None
-    if type(w) not in (Tensor, nn.Parameter, GroupedTensorWithMaster):  # FSDP2 has gathered it
-        return None
-    w = w.flatten(1, 2) if w.dim() == 4 else w  # torchtitan's w13 is [E, F, 2, D]
-    _, N, K = w.shape
-    n, k = slice(None, None, -(-N // MOVED_ROWS)), slice(None, None, -(-K // MOVED_COLUMNS))
-    return w[:, n, k].detach().clone()
+    of_experts = [p for n, p in module._parameters.items() if re.fullmatch(rf"{name}\d+", n)]
+    looked_at = []
+    for weight in of_experts or [getattr(module, name, None)]:
+        w: Any = _local(weight)
+        if not isinstance(w, Tensor) or w.dim() < 2 or w.is_meta or not weight.requires_grad:
+            return None
+        if type(w) not in (Tensor, nn.Parameter, GroupedTensorWithMaster):  # FSDP2 has gathered it
+            return None
+        w = w.flatten(1, 2) if w.dim() == 4 else w  # torchtitan's w13 is [E, F, 2, D]
+        n, k = -(-w.size(-2) // MOVED_ROWS) or 1, -(-w.size(-1) // MOVED_COLUMNS)  # 0: of a shard
+        looked_at.append(w[..., ::n, ::k].detach().clone())
+    return torch.stack(looked_at) if of_experts else looked_at[0]
 
 
 def _to_host(

@@ -134,22 +134,21 @@ class Observer:
 
     def _of_weight(self, weights: tuple[Any, ...], made: Operands) -> dict[str, Tensor]:
         """The same for a weight. Without a tensor in high precision, measure q."""
-        first: Any = weights[0]
-        w: Tensor | None = getattr(first, "numbers", None if hasattr(first, "q") else first)
-        if w is not None and (w.dim() == 2 or w.dtype not in ACTIVATIONS or not any(w.stride())):
-            w = None  # without strides it has no memory and stands for one that FSDP2 gathered
+        own = [getattr(w, "numbers", None if hasattr(w, "q") else w) for w in weights]
+        # Without strides it has no memory and stands for one that FSDP2 gathered.
+        is_known = all(w is not None and w.dtype in ACTIVATIONS and any(w.stride()) for w in own)
         q, scale = _quantized(made, self.format)
-        t = q if w is None else w
-        if t is None:
+        if not is_known and q is None:
             return {}
-        E, N, K = t.shape
-        size_1 = torch.full((1,), N, device=t.device)
+        # One [E, N, K], or E of [N, K].
+        E, N, K = (len(own), *weights[0].shape)[-3:] if q is None else q.shape
+        size_1 = torch.full((1,), N, device=weights[0].device)
         rows, is_of = self._spaced(torch.zeros_like(size_1), size_1, self.counts.rows, N)
         row, is_of = rows[0], is_of.expand(E, -1)
         before, scales, largest_E = None, None, None
-        if w is not None:
-            before = w.index_select(1, row).double().flatten(0, 1)
-        if self.format.stored_as == "mxfp4" and w is not None:
+        if is_known:
+            before = torch.cat([w.index_select(-2, row).flatten(0, -2) for w in own]).double()
+        if self.format.stored_as == "mxfp4" and is_known:
             q = _decoded(made, row)
         elif q is not None:
             q_ENK = q
@@ -159,10 +158,10 @@ class Observer:
                 largest_E = _largest_of_groups(scale, q, is_of)
             elif scale is not None:
                 scales = _of_features(scale.index_select(1, row // B).flatten(0, 1), K)
-                one = torch.arange(scale.size(1), device=t.device) * B  # row of each block
-                rows_RK = _select(q_ENK, 1, one).flatten(0, 1)
+                first = torch.arange(scale.size(1), device=scale.device) * B  # row of each block
+                rows_RK = _select(q_ENK, 1, first).flatten(0, 1)
                 largest_E = _largest(scale.flatten(0, 1), rows_RK).view(E, -1).amax(1)
-        now = {"calls": torch.ones(E, device=t.device), "rows": size_1.expand(E)}
+        now = {"calls": size_1.new_ones(E), "rows": size_1.expand(E)}
         return now | _compared(before, q, scales, largest_E, is_of)
 
     def _of_columns(
