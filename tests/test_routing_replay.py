@@ -785,6 +785,15 @@ def test_wrong_routings_and_models() -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     phimoe = transformers.PhimoeForCausalLM(transformers.PhimoeConfig(**sizes, **heads))
+
+    class Own(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x).softmax(-1).topk(2)
+
+    block = nn.ModuleDict({"router": Own(16, 2), "experts": GroupedMLP(2, 16, 16)})
+    own_router = tiny("mixtral", num_hidden_layers=1, num_local_experts=2)
+    own_router.model.layers[0].mlp.gate = Own(own_router.config.hidden_size, 2)
+    own_router.model.layers[0].mlp.gate.top_k = 2
     of: Callable[..., Any] = lambda model, *shape: record_routing(model, *shape).__enter__  # noqa: E731
     mistakes = [
         lambda: replayed(good.float()),
@@ -805,6 +814,8 @@ def test_wrong_routings_and_models() -> None:
         of(GroupedMLP(2, 16, 16), 1, 1),
         of(model.model.layers[0].mlp, 1, 1),
         of(phimoe, 1, 1),
+        of(block, 1, 1),
+        lambda: recorded(own_router, ids),
     ]
     said = [sentence(mistake) for mistake in mistakes]
     said.append(sentence(of("qwen", 1, 2), TypeError))
@@ -828,7 +839,9 @@ replay_routing: model.layers.1.mlp: the router gets 27 tokens, the model's call 
 record_routing: max_tokens must be a positive integer, got 0
 record_routing: GroupedMLP has no router beside a module `experts`
 record_routing: nothing in MixtralSparseMoeBlock has all routers inside and takes input_ids: give the model that gets the tokens
-record_routing: model.layers.0.mlp: the router of PhimoeSparseMoeBlock is not known: 0 modules beside its experts choose by torch.topk
+record_routing: model.layers.0.mlp: the router of PhimoeSparseMoeBlock is not known: one module beside its experts must choose by torch.topk, and 0 do
+record_routing: ModuleDict: Own must be as a router of transformers: with top_k and num_experts, and a forward that returns logits, weights, experts
+record_routing: model.layers.0.mlp: Own must be as a router of transformers: with top_k and num_experts, and a forward that returns logits, weights, experts
 record_routing: model must be a torch.nn.Module, got a str""",  # noqa: E501
     )
     assert not any("forward" in vars(module) for module in model.modules())

@@ -21,6 +21,6 @@ def layers_of(op: str, model: nn.Module) -> dict[str, Experts]:
     if not found:
         raise ValueError(
             f"{op}: {type(model).__name__} has no GroupedLinear, no GroupedMLP and no experts that "
-            "convert has converted"
+            "convert has converted: make its experts such layers, or convert it"
         )
     return found

@@ -287,13 +287,14 @@ def _layers_of(op: str, model: nn.Module) -> "list[_Layer]":
         children = [child for child in block.children() if child is not experts]
         found = [[*filter(_calls_topk, child.modules())] for child in children]
         found = [routers for routers in found if routers]
+        where = f"{op}: {name or type(model).__name__}"
         if len(found) != 1:
             raise ValueError(
-                f"{op}: {name or type(model).__name__}: the router of {type(block).__name__} is "
-                f"not known: {len(found)} modules beside its experts choose by torch.topk"
+                f"{where}: the router of {type(block).__name__} is not known: one module beside "
+                f"its experts must choose by torch.topk, and {len(found)} do"
             )
         index = indices.setdefault(name, len(indices))
-        layers += [_Layer(f"{op}: {name}", index, router, experts) for router in found[0]]
+        layers += [_Layer(where, index, router, experts) for router in found[0]]
     if not layers:
         raise ValueError(f"{op}: {type(model).__name__} has no router beside a module `experts`")
     return layers
@@ -537,8 +538,18 @@ class _Layer(_State):
         self.inner: Callable[..., Any] = router.forward
         vars(self)["router"] = router  # not a submodule
         numbers = (getattr(m, "num_experts", None) for m in (router, *experts.modules()))
-        self.num_experts: int = next(number for number in numbers if isinstance(number, int))
-        self.num_chosen: int = getattr(router, "top_k", None) or router.config.top_k_experts
+        self.num_experts: Any = next((n for n in numbers if isinstance(n, int)), None)
+        of_gemma = getattr(getattr(router, "config", None), "top_k_experts", None)
+        self.num_chosen: Any = getattr(router, "top_k", of_gemma)
+        self.check(None not in (self.num_experts, self.num_chosen))
+
+    def check(self, is_known: bool) -> None:
+        """Raise ValueError for a router that is made in another way than transformers'."""
+        if not is_known:
+            raise ValueError(
+                f"{self.where}: {type(self.router).__name__} must be as a router of transformers: "
+                "with top_k and num_experts, and a forward that returns logits, weights, experts"
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The router's forward, recorded, or with the experts of a replay."""
@@ -560,6 +571,7 @@ class _Layer(_State):
         if not context.replays:
             output = self.inner(*args, **kwargs)
             if columns is not None:
+                self.check(isinstance(output, tuple) and len(output) > 2)
                 chosen_TC = output[2].detach()
                 self.experts_of(chosen_TC.numel() // context.C)
                 chosen = chosen_TC.reshape(context.B, -1, context.C).to(context.experts)
