@@ -144,6 +144,16 @@ class Statistics:
         return "\n".join([f"step {self.step}", *aligned(lines), "", *aligned(loads)])
 
 
+#: Sums of COLUMNS that are shares, and of what.
+SHARES = {
+    "underflow": "compared",
+    "saturated": "compared",
+    "not_finite": "numbers",
+    "error": "square",
+    "shared": "blocks",
+    "moved": "looked_at",
+}
+
 #: The most rows, and columns, of each expert's weight that are compared with the reading before.
 MOVED_ROWS, MOVED_COLUMNS = 8, 256
 
@@ -380,7 +390,9 @@ def _local(w: Any) -> Any:
 
 def _looked_at(module: nn.Module, name: str) -> Tensor | None:
     """Some numbers of a weight, as an optimizer steps them: [E, rows, columns]; None if frozen."""
-    of_experts = [p for n, p in module._parameters.items() if re.fullmatch(rf"{name}\d+", n)]
+    of_experts: list[Any] = [
+        p for n, p in module._parameters.items() if re.fullmatch(rf"{name}\d+", n)
+    ]
     looked_at = []
     for weight in of_experts or [getattr(module, name, None)]:
         w: Any = _local(weight)
@@ -412,24 +424,14 @@ def _to_host(
 def _statistics(layer: str, role: str, expert: int | None, numbers: Tensor) -> OperandStatistics:
     """Of numbers in COLUMNS."""
     n = dict(zip(COLUMNS, numbers.tolist(), strict=True))
-
-    def share(part: str, whole: str) -> float:
-        return n[part] / n[whole] if n[whole] else nan
-
     largest = max(n["amax"], n["scaled_amax"])
-    tokens = n["rows"] / max(n["calls"], 1) if role == "weight" else n["rows"]
     return OperandStatistics(
-        layer=layer,
-        role=role,
-        expert=expert,
-        tokens=tokens,
+        layer,
+        role,
+        expert,
+        tokens=n["rows"] / max(n["calls"], 1) if role == "weight" else n["rows"],
         amax=n["amax"] if n["numbers"] else nan,
-        scaled_amax=n["scaled_amax"] if n["scaled_amax"] else nan,
+        scaled_amax=n["scaled_amax"] or nan,
         outlier=largest * sqrt(n["compared"] / n["square"]) if n["square"] else nan,
-        underflow=share("underflow", "compared"),
-        saturated=share("saturated", "compared"),
-        not_finite=share("not_finite", "numbers"),
-        error=share("error", "square"),
-        shared=share("shared", "blocks"),
-        moved=share("moved", "looked_at"),
+        **{part: n[part] / n[whole] if n[whole] else nan for part, whole in SHARES.items()},
     )

@@ -134,7 +134,7 @@ class Observer:
 
     def _of_weight(self, weights: tuple[Any, ...], made: Operands) -> dict[str, Tensor]:
         """The same for a weight. Without a tensor in high precision, measure q."""
-        own = [getattr(w, "numbers", None if hasattr(w, "q") else w) for w in weights]
+        own: list[Any] = [getattr(w, "numbers", None if hasattr(w, "q") else w) for w in weights]
         # Without strides it has no memory and stands for one that FSDP2 gathered.
         is_known = all(w is not None and w.dtype in ACTIVATIONS and any(w.stride()) for w in own)
         q, scale = _quantized(made, self.format)
@@ -374,18 +374,15 @@ class WatchedLayer(nn.Module):
         self._counts.backward_stats.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WatchedLayer":
-        """Follow the model to another device, but keep each dtype."""
-        was_meta = self._counts.turn.is_meta
+        """Follow the model to another device, but keep each dtype and, of memory, each number."""
 
-        def keep_dtype(t: Tensor) -> Tensor:
-            there = fn(t)
-            return there if there.dtype == t.dtype else t.to(there.device)
+        def move(t: Tensor) -> Tensor:
+            device = fn(t).device
+            return torch.zeros_like(t, device=device) if t.is_meta else t.to(device)
 
         with torch.inference_mode(False), torch.no_grad():
-            self._counts._apply(keep_dtype)
-            if was_meta and not self._counts.turn.is_meta:
-                self.reset()
-                self.switch(self._turn)
+            self._counts._apply(move)
+            self.switch(self._turn)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
