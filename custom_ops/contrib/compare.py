@@ -86,9 +86,10 @@ def compare(
 
     Args:
         model: with :class:`GroupedLinear`, :class:`GroupedMLP` or experts that :func:`convert` has
-            converted, that have a recipe.
-        step: runs a forward and a backward of the model, once; what torch.compile has compiled runs
-            in eager mode. Layers before all that learns have their outputs compared alone.
+            converted, that have a recipe. Python must call them: a model that is compiled runs in
+            eager mode inside of ``torch.compiler.set_stance("force_eager")``.
+        step: runs a forward and a backward of the model, once. Layers before all that learns have
+            their outputs compared alone.
         roles: quantize each role alone as well, x, the weight or the gradient: its numbers are
             rounded by the recipe, and the GEMMs multiply the results in x's dtype.
         compiled: compare compiled copies of the layers, with ``fullgraph=True``.
@@ -183,8 +184,7 @@ def compare(
         if name in recipes_of
     ]
     try:
-        with torch.compiler.set_stance("force_eager"):  # compiled graphs run no hooks
-            step()
+        step()
     finally:
         for handle in handles:
             handle.remove()
@@ -192,7 +192,8 @@ def compare(
     if missed:
         raise ValueError(
             f"compare: no backward of step reached {missed[0] or type(model).__name__}: step must "
-            "call it, and backward() of a loss that it has part in"
+            "call it, and backward() of a loss that it has part in; where torch.compile has "
+            "compiled it, compare inside of torch.compiler.set_stance('force_eager')"
         )
     order = list(layers)
     differences = []
