@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers that tools look at."""
+"""The layers that tools look at, and a check that they share."""
+
+from numbers import Integral
+from typing import Any
 
 from torch import nn
 
@@ -24,3 +27,10 @@ def layers_of(op: str, model: nn.Module) -> dict[str, Experts]:
             "convert has converted: make its experts such layers, or convert it"
         )
     return found
+
+
+def check_positive(op: str, **given: Any) -> None:
+    """Raise ValueError for what is no positive integer."""
+    for name, n in given.items():
+        if not isinstance(n, Integral) or isinstance(n, bool) or n < 1:
+            raise ValueError(f"{op}: {name} must be a positive integer, got {n!r}")

@@ -21,6 +21,8 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
+from grouped_linear.contrib.layers import check_positive
+
 TOPK = torch.topk, Tensor.topk
 INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 
@@ -92,9 +94,7 @@ def record_routing(model: nn.Module, batch_size: int, max_tokens: int) -> Iterat
     ``ids[:, :-1]``: :func:`replay_routing`.
     """
     op = "record_routing"
-    for name, number in (("batch_size", batch_size), ("max_tokens", max_tokens)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{op}: {name} must be a positive integer, got {number!r}")
+    check_positive(op, batch_size=batch_size, max_tokens=max_tokens)
     layers = _layers_of(op, model)
     most = max(layer.num_experts for layer in layers)
     room = layers[-1].index + 1, batch_size, max_tokens, layers[0].num_chosen

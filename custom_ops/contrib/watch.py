@@ -8,15 +8,14 @@ import re
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import nan, sqrt
-from numbers import Integral
+from math import isnan, nan, sqrt
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grouped_linear.contrib.layers import ROLES, layers_of
+from grouped_linear.contrib.layers import ROLES, check_positive, layers_of
 from grouped_linear.contrib.watch_counts import COLUMNS, MAXIMA, WatchedLayer
 from grouped_linear.integrations.convert import aligned
 from grouped_linear.integrations.experts import Experts
@@ -84,18 +83,18 @@ class Load(NamedTuple):
         return [e for e, tokens in enumerate(self.tokens) if not tokens]
 
 
-#: Columns of the table and how they are printed.
+#: Columns of the table: how they are printed, and of which sum they are a share.
 PRINTED = {
-    "tokens": "{:.0f}",
-    "amax": "{:.3g}",
-    "scaled_amax": "{:.3g}",
-    "outlier": "{:.3g}",
-    "underflow": "{:.2%}",
-    "saturated": "{:.2%}",
-    "not_finite": "{:.2%}",
-    "error": "{:.1e}",
-    "shared": "{:.0%}",
-    "moved": "{:.1%}",
+    "tokens": ("{:.0f}", None),
+    "amax": ("{:.3g}", None),
+    "scaled_amax": ("{:.3g}", None),
+    "outlier": ("{:.3g}", None),
+    "underflow": ("{:.2%}", "compared"),
+    "saturated": ("{:.2%}", "compared"),
+    "not_finite": ("{:.2%}", "numbers"),
+    "error": ("{:.1e}", "square"),
+    "shared": ("{:.0%}", "blocks"),
+    "moved": ("{:.1%}", "looked_at"),
 }
 
 
@@ -119,11 +118,8 @@ class Statistics:
         self, column: str = "outlier", role: str | None = None, n: int = 10
     ) -> list[OperandStatistics]:
         """The experts with the largest numbers of a column, the largest first."""
-        found = [
-            row
-            for row in self.experts
-            if role in (None, row.role) and getattr(row, column) == getattr(row, column)
-        ]
+        found = [row for row in self.experts if role in (None, row.role)]
+        found = [row for row in found if not isnan(getattr(row, column))]
         return sorted(found, key=lambda row: -getattr(row, column))[:n]
 
     def __str__(self) -> str:
@@ -133,7 +129,7 @@ class Statistics:
             of_experts = [r for r in self.experts if r[:2] == row[:2] and r.outlier > 0]
             worst = max(of_experts, key=lambda r: r.outlier, default=None)
             named = "" if worst is None else f"{worst.expert}: {worst.outlier:.3g}"
-            values = ((form, getattr(row, column)) for column, form in PRINTED.items())
+            values = ((form, getattr(row, column)) for column, (form, _) in PRINTED.items())
             printed = (form.format(v) if v == v else "" for form, v in values)  # NaN is not printed
             lines.append([row.layer, row.role, *printed, named])
         loads = [["layer", "tokens", "imbalance", "idle experts", "dropped"]]
@@ -143,16 +139,6 @@ class Statistics:
             loads.append([load.layer, str(total), imbalance, idle or "none", str(load.dropped)])
         return "\n".join([f"step {self.step}", *aligned(lines), "", *aligned(loads)])
 
-
-#: Sums of COLUMNS that are shares, and of what.
-SHARES = {
-    "underflow": "compared",
-    "saturated": "compared",
-    "not_finite": "numbers",
-    "error": "square",
-    "shared": "blocks",
-    "moved": "looked_at",
-}
 
 #: The most rows, and columns, of each expert's weight that are compared with the reading before.
 MOVED_ROWS, MOVED_COLUMNS = 8, 256
@@ -173,9 +159,7 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, every: int, rows: int | None, to: Any) -> None:
-        for name, given in (("every", every), ("rows", 1 if rows is None else rows)):
-            if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
-                raise ValueError(f"watch: {name} must be a positive integer, got {given!r}")
+        check_positive("watch", every=every, rows=1 if rows is None else rows)
         if not (to is None or callable(to)):
             raise ValueError(f"watch: to must be a function, got {type(to).__name__}")
         self.every, self.to, self.steps, self._is_on = every, to, 0, True
@@ -190,10 +174,8 @@ class Watch:
         self._experts: dict[str, Experts] = watched
         _watching.add(self)
         for e in watched.values():
-            recipes = [e.recipe]  # those of all its calls
-            for state in e.module.modules():
-                if isinstance(state, DelayedScalingState):
-                    recipes += state.recipes
+            states = [m for m in e.module.modules() if isinstance(m, DelayedScalingState)]
+            recipes = [e.recipe, *(r for state in states for r in state.recipes)]  # of all calls
             # A call has all experts, or those of this process: its calls say how many.
             w = getattr(e.module, e.weights[0], None)
             E = w.size(0) if isinstance(w, Tensor) and w.dim() > 2 else e.num_experts
@@ -425,13 +407,12 @@ def _statistics(layer: str, role: str, expert: int | None, numbers: Tensor) -> O
     """Of numbers in COLUMNS."""
     n = dict(zip(COLUMNS, numbers.tolist(), strict=True))
     largest = max(n["amax"], n["scaled_amax"])
+    shares: Any = {c: n[c] / n[of] if n[of] else nan for c, (_, of) in PRINTED.items() if of}
     return OperandStatistics(
-        layer,
-        role,
-        expert,
+        *(layer, role, expert),
         tokens=n["rows"] / max(n["calls"], 1) if role == "weight" else n["rows"],
         amax=n["amax"] if n["numbers"] else nan,
         scaled_amax=n["scaled_amax"] or nan,
         outlier=largest * sqrt(n["compared"] / n["square"]) if n["square"] else nan,
-        **{part: n[part] / n[whole] if n[whole] else nan for part, whole in SHARES.items()},
+        **shares,
     )
