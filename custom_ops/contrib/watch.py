@@ -303,15 +303,11 @@ def watch(
 ) -> Watch:
     """Count what FP8 does to each layer, role and expert of a model, on the device.
 
-    Of each layer's input, weight and gradient, for each expert: tokens, the largest magnitude, the
-    shares of numbers that became zero, saturated or are not finite, the error of quantization, how
-    often wgrad's columns share scales; how many rows the router sent to it, and how many were
-    dropped.
-
-    The layers get torch operations that read 4 rows of each expert, whatever their number, and
-    others in the next step. A flag on the device keeps or drops what they count: no host read, no
-    graph break, no recompilation, and CUDA graphs obey the flag. Results keep every bit. Watch a
-    model before it is compiled or captured, before or after ``fully_shard``.
+    What is counted: :class:`OperandStatistics` and :class:`Load`. The layers get torch operations
+    that read 4 rows of each expert, whatever their number, and others in the next step. A flag on
+    the device keeps or drops what they count: no host read, no graph break, no recompilation, and
+    CUDA graphs obey the flag. Results keep every bit. Watch a model before it is compiled or
+    captured, before or after ``fully_shard``.
 
     Args:
         model: with :class:`GroupedLinear`, :class:`GroupedMLP` or experts that :func:`convert` has

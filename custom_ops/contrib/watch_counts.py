@@ -149,7 +149,10 @@ class Observer:
         if is_known:
             before = torch.cat([w.index_select(-2, row).flatten(0, -2) for w in own]).double()
         if self.format.stored_as == "mxfp4" and is_known:
-            q = _decoded(made, row)
+            both: Any = made.rowwise, made.rowwise_scale  # the op takes sixteen rows at a time
+            more = 0, 0, 0, -len(row) % 16
+            codes, scale_RB = (pad(part.index_select(1, row), more) for part in both)
+            q = ops.dequantize_mxfp4(codes, scale_RB)[:, : len(row)].flatten(0, 1)
         elif q is not None:
             q_ENK = q
             q = _select(q_ENK, 1, row).flatten(0, 1)
@@ -219,13 +222,6 @@ def _quantized(made: Operands, format: Format) -> tuple[Tensor | None, Tensor | 
     if scale is not None and scale.dtype != torch.float32:  # by a user's function
         return None, None
     return q, scale
-
-
-def _decoded(made: Operands, row: Tensor) -> Tensor:
-    """Some rows of each expert of a weight in MXFP4, of which the op takes sixteen at a time."""
-    both: Any = made.rowwise, made.rowwise_scale
-    codes, scale = (pad(part.index_select(1, row), (0, 0, 0, -len(row) % 16)) for part in both)
-    return ops.dequantize_mxfp4(codes, scale)[:, : len(row)].flatten(0, 1)
 
 
 def _select(q: Tensor, dim: int, index: Tensor) -> Tensor:
