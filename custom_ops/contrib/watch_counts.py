@@ -50,41 +50,40 @@ class Observer:
     """
 
     def __init__(self, counts: Any, number: int, role: str, format: Format) -> None:
-        self.counts, self.number, self.role, self.format = counts, number, role, format
+        self.counts, self.role, self.format = counts, role, format
+        self.operand = len(ROLES) * number + ROLES.index(role)
 
     def __call__(
         self, source: Any, made: Operands, offs_E: Tensor | None, layouts: Layouts | None
     ) -> None:
         """Add what this call shows; all of it is on the device, and of static shapes."""
+        stats = self.counts.forward_stats
         if offs_E is None or layouts is None:
-            now = self._of_weight(source, made)
-            if now:
-                self._add(self.counts.forward_stats, 2 * self.number + 1, now)
+            self._add(stats, self._of_weight(source, made))
             return
         first_E = pad(offs_E[:-1], (1, 0))
         groups = first_E, offs_E - first_E
         if self.role == "grad_output":
-            now = self._of_rows(source, made, offs_E, *groups)
-            self._add(self.counts.backward_stats, 2 * self.number + 1, now)
+            stats, now = self.counts.backward_stats, self._of_rows(source, made, offs_E, *groups)
         elif layouts.again:  # the forward has counted the rows
-            if (shares := self._of_columns(made, *groups)) is not None:
-                self._add(self.counts.backward_stats, 2 * self.number, shares)
+            stats, now = self.counts.backward_stats, self._of_columns(made, *groups)
         else:
-            now = self._of_rows(source, made, offs_E, *groups)
-            now |= self._of_columns(made, *groups) or {}
+            now = self._of_rows(source, made, offs_E, *groups) | self._of_columns(made, *groups)
             routed_E = getattr(getattr(source, "routing", None), "routed", None)
             if routed_E is not None:
                 now["dropped"] = routed_E.diff(prepend=routed_E.new_zeros(1)) - groups[1]
-            self._add(self.counts.forward_stats, 2 * self.number, now)
+        self._add(stats, now)
 
-    def _add(self, stats: Tensor, operand: int, now: dict[str, Tensor]) -> None:
+    def _add(self, stats: Tensor, now: dict[str, Tensor]) -> None:
         """Add to the experts of a call in [operands, E, columns] where the flag is set."""
+        if not now:
+            return
         E, n = len(next(iter(now.values()))), len(MAXIMA)
         zero_E = stats.new_zeros(E)
         of_columns = [now.get(name, zero_E).to(stats.dtype) for name in COLUMNS]
         now_ES = torch.where(self.counts.turn != 0, torch.stack(of_columns, dim=1), 0.0)
-        stats[operand, :E, :n] = torch.maximum(stats[operand, :E, :n], now_ES[:, :n])
-        stats[operand, :E, n:] += now_ES[:, n:]
+        stats[self.operand, :E, :n] = stats[self.operand, :E, :n].maximum(now_ES[:, :n])
+        stats[self.operand, :E, n:] += now_ES[:, n:]
 
     def _spaced(
         self, first_E: Tensor, size_E: Tensor, most: int | None, total: int
@@ -167,13 +166,11 @@ class Observer:
         now = {"calls": size_1.new_ones(E), "rows": size_1.expand(E)}
         return now | _compared(before, q, scales, largest_E, is_of)
 
-    def _of_columns(
-        self, made: Operands, first_E: Tensor, size_E: Tensor
-    ) -> dict[str, Tensor] | None:
+    def _of_columns(self, made: Operands, first_E: Tensor, size_E: Tensor) -> dict[str, Tensor]:
         """Where 128 features of columnwise data share their scale."""
         scale_t = made.columnwise_scale
         if not self.format.share_scales or scale_t is None or len(scale_t) == 0:
-            return None
+            return {}
         blocks_E = (size_E + B - 1) // B
         first_E = blocks_E.cumsum(0) - blocks_E
         index, is_of = self._spaced(first_E, blocks_E, self.counts.rows, len(scale_t))
@@ -300,10 +297,9 @@ class WatchedLayer(nn.Module):
     The numbers are none of its buffers: DistributedDataParallel would overwrite them with those of
     rank 0. They are buffers of a module in no tree, which torch.compile takes to stay in place.
 
-    The forward and the backward have a tensor each, [2 * weights, E, columns]: AOTAutograd takes
-    none that both write. The first has each weight's input and the weight, the second its
-    columnwise input and the gradient of its output. A call reads ``rows`` of each group; None for
-    all. ``recipes`` are those of the layer's calls, which a compiled call then finds.
+    The forward and the backward have a tensor each, [weights * roles, E, columns]: AOTAutograd
+    takes none that both write. A call reads ``rows`` of each group; None for all. ``recipes`` are
+    those of the layer's calls, which a compiled call then finds.
     """
 
     def __init__(
@@ -319,7 +315,7 @@ class WatchedLayer(nn.Module):
         self._counts: Any
         counts = vars(self)["_counts"] = nn.Module()
         counts.rows = rows  # type: ignore[assignment]
-        shape = 2 * len(weights), num_groups, len(COLUMNS)
+        shape = len(weights) * len(ROLES), num_groups, len(COLUMNS)
         with torch.inference_mode(False), torch.device(device):
             for name in ("forward_stats", "backward_stats"):
                 counts.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
@@ -355,13 +351,10 @@ class WatchedLayer(nn.Module):
     @torch.no_grad()
     def read(self, reset: bool = True) -> Tensor:
         """[weights, 3, E, columns] float64 on the device: of each weight, role and group."""
-        both = self._counts.forward_stats, self._counts.backward_stats
-        forward, backward = (t.unflatten(0, (-1, 2)) for t in both)
-        read = torch.cat([forward, backward[:, 1:]], dim=1)
-        read[:, 0] += backward[:, 0]  # where wgrad's columns share scales
+        read = self._counts.forward_stats + self._counts.backward_stats
         if reset:
             self.reset()
-        return read
+        return read.unflatten(0, (-1, len(ROLES)))
 
     @torch.no_grad()
     def reset(self) -> None:
