@@ -179,9 +179,8 @@ def compare(
             measure(name, args, kwargs, None)
 
     handles: list[Any] = [  # of what the layer itself gives
-        layer.module.register_forward_hook(partial(hook, name), prepend=True, with_kwargs=True)
-        for name, layer in layers.items()
-        if name in recipes_of
+        layers[n].module.register_forward_hook(partial(hook, n), prepend=True, with_kwargs=True)
+        for n in recipes_of
     ]
     try:
         step()
@@ -195,8 +194,7 @@ def compare(
             "call it, and backward() of a loss that it has part in; where torch.compile has "
             "compiled it, compare inside of torch.compiler.set_stance('force_eager')"
         )
-    order = list(layers)
-    differences = []
+    order, differences = list(layers), []
     for key in sorted(found, key=lambda key: order.index(key[0])):
         (off, whole), block = found[key][0].tolist(), found[key][1].item()
         share = math.sqrt(off / whole) if whole else math.inf if off else 0.0
