@@ -172,16 +172,18 @@ class Watch:
                     "or call its remove()"
                 )
         self._experts: dict[str, Experts] = watched
-        _watching.add(self)
-        for e in watched.values():
+        self.layers: dict[str, WatchedLayer] = {}
+        for name, e in watched.items():
             states = [m for m in e.module.modules() if isinstance(m, DelayedScalingState)]
             recipes = [e.recipe, *(r for state in states for r in state.recipes)]  # of all calls
             # A call has all experts, or those of this process: its calls say how many.
             w = getattr(e.module, e.weights[0], None)
             E = w.size(0) if isinstance(w, Tensor) and w.dim() > 2 else e.num_experts
             device = next(e.module.parameters()).device
-            e.module.observed = WatchedLayer(e.weights, E, device, rows, recipes)
-        self.layers: dict[str, WatchedLayer] = {n: e.module.observed for n, e in watched.items()}
+            self.layers[name] = WatchedLayer(e.weights, E, device, rows, recipes)
+        _watching.add(self)  # nothing above has changed a layer
+        for name, e in watched.items():
+            e.module.observed = self.layers[name]
         self._before: dict[tuple[str, str], Tensor] = {}
         for name in self.layers:
             self._numbers_of(name, True)  # looks at the weights
