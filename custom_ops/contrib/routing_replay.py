@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from grouped_linear.contrib.layers import check_positive
+from grouped_linear.nn.checks import check_model
 
 TOPK = torch.topk, Tensor.topk
 INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
@@ -275,8 +276,7 @@ def _layers_of(op: str, model: nn.Module) -> "list[_Layer]":
     A router lies beside a module named ``experts``, inside of wrappers or not, and calls topk.
     Copies that PEFT's modules_to_save makes of it are one layer, of which one runs.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{op}: model must be a torch.nn.Module, got a {type(model).__name__}")
+    check_model(op, model)
     layers: list[_Layer] = []
     indices: dict[str, int] = {}
     for name, block in model.named_modules():
