@@ -899,6 +899,11 @@ def check_sharded(rank: int, folder: Path) -> None:
         flat = FullyShardedDataParallel(module, **options)
         assert "is in FullyShardedDataParallel, which" in sentence(lambda flat=flat: watch(flat))
         assert all(getattr(m, "observed", None) is None for m in flat.modules())
+    before = GroupedMLP(4, 32, 16, recipe=recipe, device=kind)
+    seen = watch(before)
+    flat = FullyShardedDataParallel(before, device_id=device())  # reads no view that it left
+    flat(torch.randn(9, 32, device=kind), *torch.rand(9, 4, device=kind).topk(2))
+    assert sum(seen.read().loads[0].tokens) == 18
 
 
 def check_transposed(rank: int, folder: Path) -> None:

@@ -370,11 +370,10 @@ def _local(w: Any) -> Any:
 
 def _looked_at(module: nn.Module, name: str) -> Tensor | None:
     """Some numbers of a weight, as an optimizer steps them: [E, rows, columns]; None if frozen."""
-    of_experts: list[Any] = [
-        p for n, p in module._parameters.items() if re.fullmatch(rf"{name}\d+", n)
-    ]
+    own = module._parameters  # FullyShardedDataParallel leaves views of no memory beside them
+    of_experts: list[Any] = [p for n, p in own.items() if re.fullmatch(rf"{name}\d+", n)]
     looked_at = []
-    for weight in of_experts or [getattr(module, name, None)]:
+    for weight in of_experts or [own.get(name)]:
         w: Any = _local(weight)
         if not isinstance(w, Tensor) or w.dim() < 2 or w.is_meta or not weight.requires_grad:
             return None
