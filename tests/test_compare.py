@@ -354,6 +354,28 @@ def test_a_worst_block_in_float64() -> None:
     assert _worst_block(off[:1], t[:1]).item() == pytest.approx(6.4 / 192)
     assert _worst_block(off * 0, t * 0).item() == 0
     assert _worst_block(torch.ones(1, 16), torch.zeros(1, 16)).item() == math.inf
+    off[2, 0] = math.nan
+    assert math.isnan(_worst_block(off, t).item())
+    torch.manual_seed(0)
+    off, t = torch.randn(2, 5, 300).double().unbind()  # blocks of 150
+    medians = [x.view(5, 2, 150).abs().median(-1).values for x in (off, t)]
+    expected = (medians[0] / medians[1].maximum(medians[1].median())).max()
+    assert _worst_block(off, t) == expected
+
+
+def test_deterministic_algorithms(device: str) -> None:
+    """torch's own refuse some operations on CUDA, as a median that has indices."""
+    torch.manual_seed(0)
+    layer = GroupedMLP(4, 128, 128, recipe=Float8BlockScaling(), device=device)
+    x, scores = torch.randn(20, 128, device=device), torch.rand(20, 4, device=device)
+    seen = watch(layer)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = compare(layer, lambda: layer(x, *scores.topk(2)).sum().backward(), roles=True)
+        assert all(row.amax > 0 for row in seen.read().operands)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {d.tensor for d in found.differences} == {"output", "x", "gate_up_proj", "down_proj"}
 
 
 @pytest.mark.parametrize("options", [{"cache_weights": True}, {"weights": "both"}], ids=str)

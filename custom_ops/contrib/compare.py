@@ -210,10 +210,11 @@ def _worst_block(off: Tensor, t: Tensor) -> Tensor:
     if t.numel() == 0:
         return t.new_zeros(())
     parts = max(t.size(-1) // 128, 1)
-    medians = [
-        torch.stack([part.abs().median(-1).values.flatten() for part in x.tensor_split(parts, -1)])
-        for x in (off, t)
-    ]
+    medians = []
+    for x in (off, t):  # not by median, which torch's deterministic algorithms refuse on CUDA
+        by_size = [part.abs().sort(-1).values for part in x.tensor_split(parts, -1)]
+        both = [(s[..., (s.size(-1) - 1) // 2], s[..., -1].isnan()) for s in by_size]
+        medians.append(torch.stack([m.masked_fill(n, math.nan).flatten() for m, n in both]))
     of_off, of_t = medians
     typical = of_t.masked_fill(of_t == 0, math.nan).nanmedian().nan_to_num()
     size = of_t.maximum(typical)
