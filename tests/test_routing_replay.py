@@ -855,6 +855,9 @@ def test_parts_of_a_routing_as_samplers_have_them() -> None:
     rows = np.arange(12, dtype=np.int32).reshape(3, 2, 2) % 5
     mask = np.array([[0, 1, 1, 1]])
     expected = pad_routing(model, [rows], torch.from_numpy(mask))
+    with torch.device("meta"):  # another device for whatever names none
+        for given in (rows, (1, rows[1:].tolist())):
+            assert pad_routing(model, [given], torch.from_numpy(mask)).device == expected.device
     text = base64.b64encode(rows.tobytes()).decode()
     for given in (text, (rows[:1], rows[1:].tolist()), (np.int64(0), torch.tensor(0), rows)):
         assert torch.equal(pad_routing(model, [given], mask), expected)

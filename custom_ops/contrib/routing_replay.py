@@ -186,8 +186,8 @@ def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask:
     [[-1, -1, 5, 0, -1], [0, -1, -1, -1, -1]]
     """
     op = "pad_routing"
-    attention_mask = torch.as_tensor(attention_mask)
-    layers, mask = _layers_of(op, model), attention_mask.cpu().bool()
+    cpu, device = torch.device("cpu"), getattr(attention_mask, "device", "cpu")
+    layers, mask = _layers_of(op, model), torch.as_tensor(attention_mask, device=cpu).bool()
     L, C = layers[-1].index + 1, layers[0].num_chosen
     if mask.dim() != 2 or len(mask) != len(routed_experts):
         got = f"{list(mask.shape)} for {len(routed_experts)} sequences"
@@ -196,7 +196,7 @@ def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask:
     numbers = sorted({int(found[2]) for found in lists if found})  # of those with experts
     first = lists[0] if len(numbers) == L else None
     depth = len(model.get_submodule(first[1])._modules) if first else L
-    routing = torch.full((*mask.shape, L, C), -1, dtype=torch.int16)
+    routing = torch.full((*mask.shape, L, C), -1, dtype=torch.int16, device=cpu)
     for b, given in enumerate(routed_experts):
         parts = []
         for part in given if isinstance(given, tuple) else (given,):
@@ -215,7 +215,7 @@ def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask:
             few = "only the last may have no row; if the first n have none, give (n, rows)"
             raise ValueError(f"{got}: {few if len(at) > len(rows) else 'these are too many'}")
         routing[b, at[: len(rows)]] = rows.clamp(-2, 2**15 - 1).short()  # wrong ones stay wrong
-    return routing.to(attention_mask.device)
+    return routing.to(device)
 
 
 def _part_of(where: str, part: Any, L: int, C: int) -> Tensor:
@@ -223,7 +223,8 @@ def _part_of(where: str, part: Any, L: int, C: int) -> Tensor:
     try:
         if isinstance(part, str):
             part = torch.frombuffer(bytearray(base64.b64decode(part)), dtype=torch.int32)
-        t = part.cpu() if isinstance(part, Tensor) else torch.tensor(0 if part is None else part)
+        part = 0 if part is None else part
+        t = part.cpu() if isinstance(part, Tensor) else torch.tensor(part, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{where}: no integers [tokens, layers, {C}]: {error}") from None
     if t.dim() > 0:
@@ -232,7 +233,7 @@ def _part_of(where: str, part: Any, L: int, C: int) -> Tensor:
         raise ValueError(
             f"{where}: a number of tokens without a row must not be negative, got {part}"
         )
-    return torch.full((int(t), L, C), -1)
+    return torch.full((int(t), L, C), -1, device=t.device)
 
 
 def _check_routing(op: str, routing: Any, layers: "list[_Layer]") -> bool:
