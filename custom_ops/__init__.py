@@ -7,6 +7,8 @@
 >>> x, m_splits = torch.randn(10, 64), torch.tensor([3, 0, 5, 2])
 >>> layer(x, m_splits).shape
 torch.Size([10, 32])
+
+Examples in docstrings take ``torch``, and the public names of their module and of this one.
 """
 
 if __name__ != "grouped_linear":

@@ -6,6 +6,7 @@ T rows, E groups, K in_features, N out_features, F features of h.
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from support.compare import assert_same_bits
 from support.experts import GroupedExperts
 from support.pairs import one_in_ci
 from support.recipes import RECIPES
-from support.tensors import FP32
+from support.tensors import BF16, FP32
 from support.watched import layers, loss_of, mixtral
 
 E, K, N = 3, 128, 272
@@ -219,6 +220,60 @@ def test_what_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match=match):
         compare(layer, lambda: [y.backward(dy) for y in [layer(h, SPLITS)] if h.zero_() is h])
     assert not layer._forward_hooks
+    own, layer.forward = layer.forward, lambda *args: own(*args)  # as accelerate sets it
+    with pytest.raises(ValueError, match=r"^compare: GroupedLinear has a forward of its own, as"):
+        compare(layer, lambda: layer(x, SPLITS).backward(dy))
+
+
+def test_a_backward_after_compare() -> None:
+    """A graph that a refused step has left behind is as any other."""
+    layer, (x, dy), left = linear(Float8BlockScaling()), arguments(), []
+    h = x.detach().clone()
+    with pytest.raises(ValueError, match=r"^compare: no backward of step reached"):
+        compare(layer, lambda: left.append(layer(h, SPLITS)))
+    h.zero_()
+    left[0].backward(dy)
+
+
+def test_numbers_that_are_not_finite_come_first() -> None:
+    model = nn.ModuleList(linear(Float8BlockScaling()) for _ in range(3))
+    model[1].weight.data[0, 0, 0] = math.inf
+    x, dy = arguments()
+    found = compare(model, lambda: [layer(x, SPLITS).backward(dy) for layer in model])
+    assert {d.layer for d in found.worst(n=2)} == {"1"}
+    assert [d.layer for d in found.worst("weight")] == ["0", "1", "2"]
+
+
+def test_a_step_in_autocast() -> None:
+    """A layer is computed as the forward computed it, wherever the backward runs."""
+    layer, (x, dy), found = linear(Float8BlockScaling()), arguments(), []
+
+    def step(inside: bool) -> None:
+        with torch.autocast("cpu", BF16):
+            y = layer(x, SPLITS)
+            if inside:
+                y.backward(dy.to(BF16))
+        if not inside:
+            y.backward(dy.to(BF16))
+
+    for inside in (True, False):
+        found.append(compare(layer, partial(step, inside)).differences)
+    assert found[0] == found[1]
+
+
+def test_a_compiled_model_and_its_own_hooks() -> None:
+    """Graphs that ran before call no hooks; a hook of the layer's owner may change its output."""
+    model, (x, dy) = nn.Sequential(linear(Float8BlockScaling())), arguments()
+    expected = compare(model, lambda: model[0](x, SPLITS).backward(dy)).differences
+    call = torch.compile(lambda x: model[0](x, SPLITS), fullgraph=True)
+    call(x).backward(dy)
+    with pytest.raises(ValueError, match=r"compare inside of torch.compiler.set_stance"):
+        compare(model, lambda: call(x).backward(dy))
+    with torch.compiler.set_stance("force_eager"):
+        found = compare(model, lambda: call(x).backward(dy), compiled=True)
+    assert [d.tensor for d in found.differences] == [d.tensor for d in expected]
+    model[0].register_forward_hook(lambda _module, _args, y: 2 * y)
+    assert compare(model, lambda: (model[0](x, SPLITS) / 2).backward(dy)).differences == expected
 
 
 @pytest.mark.parametrize(
@@ -299,6 +354,28 @@ def test_a_worst_block_in_float64() -> None:
     assert _worst_block(off[:1], t[:1]).item() == pytest.approx(6.4 / 192)
     assert _worst_block(off * 0, t * 0).item() == 0
     assert _worst_block(torch.ones(1, 16), torch.zeros(1, 16)).item() == math.inf
+    off[2, 0] = math.nan
+    assert math.isnan(_worst_block(off, t).item())
+    torch.manual_seed(0)
+    off, t = torch.randn(2, 5, 300).double().unbind()  # blocks of 150
+    medians = [x.view(5, 2, 150).abs().median(-1).values for x in (off, t)]
+    expected = (medians[0] / medians[1].maximum(medians[1].median())).max()
+    assert _worst_block(off, t) == expected
+
+
+def test_deterministic_algorithms(device: str) -> None:
+    """torch's own refuse some operations on CUDA, as a median that has indices."""
+    torch.manual_seed(0)
+    layer = GroupedMLP(4, 128, 128, recipe=Float8BlockScaling(), device=device)
+    x, scores = torch.randn(20, 128, device=device), torch.rand(20, 4, device=device)
+    seen = watch(layer)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = compare(layer, lambda: layer(x, *scores.topk(2)).sum().backward(), roles=True)
+        assert all(row.amax > 0 for row in seen.read().operands)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {d.tensor for d in found.differences} == {"output", "x", "gate_up_proj", "down_proj"}
 
 
 @pytest.mark.parametrize("options", [{"cache_weights": True}, {"weights": "both"}], ids=str)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the README and docs/ show runs, and links lead somewhere."""
 
+import ast
+import builtins
+import doctest
 import inspect
 import re
 import sys
@@ -14,7 +17,7 @@ import torch
 
 import grouped_linear
 from benchmarks import bench_lora, convergence_report, front_page, timing
-from grouped_linear import ops, parallel, recipes, te
+from grouped_linear import contrib, ops, parallel, recipes, te
 from support.documents import ROOT, examples
 from support.gpt_oss import write_checkpoint
 from support.versions import AOTI_READS_DTYPES, skipping_for_old_transformers
@@ -191,6 +194,20 @@ def test_reference_has_every_public_name() -> None:
             # What the package's front has too is listed once, as users import it.
             by_file = f"{getattr(value, '__module__', '')}.{name}".removeprefix("grouped_linear.")
             assert listed & {name, f"{path}.{name}".lstrip("."), by_file}, f"{path}.{name}"
+
+
+@pytest.mark.parametrize("module", [grouped_linear, ops, recipes, parallel, te, contrib])
+def test_examples_in_docstrings_take_public_names(module: ModuleType) -> None:
+    """And torch, as the package's docstring says; the doctests run with all of their file."""
+    given = {"torch", *vars(builtins), *grouped_linear.__all__, *module.__all__}
+    for name in module.__all__:
+        parts = doctest.DocTestParser().get_examples(inspect.getdoc(getattr(module, name)) or "")
+        nodes = [*ast.walk(ast.parse("".join(part.source for part in parts)))]
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        own = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        own |= {a.asname or a.name for node in nodes for a in getattr(node, "names", ())}
+        own |= {str(getattr(node, field, "")) for node in nodes for field in ("name", "arg")}
+        assert {node.id for node in names} <= own | given, name
 
 
 def test_reference_shows_functions_and_not_their_files() -> None:

@@ -326,6 +326,30 @@ replay_routing: the model ran 0 tokens of a sequence, the routing has 5: give th
     record(first, behind)  # the cache holds what ran
 
 
+def test_calls_that_raise_leave_no_choices() -> None:
+    """A call counts when it has ended; a recording that cannot be taken is gone."""
+    model, ids = converted(layers=2), tokens("cpu", 2, PROMPT)
+    others = (ids + 1) % 64
+    last = model.model.layers[1].self_attn
+    with torch.no_grad(), record_routing(model, 2, 20) as recording:
+        model(ids)
+        recording.take()
+        hook = last.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(others)
+        hook.remove()
+        assert (
+            sentence(recording.take) == "record_routing: no token was recorded since the last take"
+        )
+        with pytest.raises(ValueError, match=r"the model ran other sequences in the same context"):
+            model(ids), model(others), recording.take()
+        assert (
+            sentence(recording.take) == "record_routing: no token was recorded since the last take"
+        )
+        model(others)
+        assert torch.equal(recording.take(), recorded(model, others))
+
+
 @pytest.mark.parametrize("shared", ["block", "router"])
 def test_layers_that_share_a_router(shared: str) -> None:
     model, ids = tiny("qwen3_moe", num_hidden_layers=2), tokens("cpu", B, S)
@@ -336,15 +360,19 @@ def test_layers_that_share_a_router(shared: str) -> None:
         second.mlp.gate = first.mlp.gate
     convert(model)
     layers = 1 if shared == "block" else 2
+
+    def call(context: Any) -> None:
+        with context, torch.no_grad():
+            model(ids)
+
     for context in (
         record_routing(model, B, S),
         replay_routing(model, random_experts(layers=layers)),
     ):
-        with context, torch.no_grad():
-            assert sentence(lambda: model(ids)).endswith(
-                f"_routing: model.layers.{layers - 1}.mlp runs twice in a call of the model: "
-                "layers that share a router cannot be told apart"
-            )
+        assert sentence(partial(call, context)).endswith(
+            f"_routing: model.layers.{layers - 1}.mlp runs twice in a call of the model: "
+            "layers that share a router cannot be told apart"
+        )
 
 
 def test_padding_and_packed_sequences() -> None:
@@ -757,6 +785,15 @@ def test_wrong_routings_and_models() -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     phimoe = transformers.PhimoeForCausalLM(transformers.PhimoeConfig(**sizes, **heads))
+
+    class Own(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x).softmax(-1).topk(2)
+
+    block = nn.ModuleDict({"router": Own(16, 2), "experts": GroupedMLP(2, 16, 16)})
+    own_router = tiny("mixtral", num_hidden_layers=1, num_local_experts=2)
+    own_router.model.layers[0].mlp.gate = Own(own_router.config.hidden_size, 2)
+    own_router.model.layers[0].mlp.gate.top_k = 2
     of: Callable[..., Any] = lambda model, *shape: record_routing(model, *shape).__enter__  # noqa: E731
     mistakes = [
         lambda: replayed(good.float()),
@@ -777,6 +814,8 @@ def test_wrong_routings_and_models() -> None:
         of(GroupedMLP(2, 16, 16), 1, 1),
         of(model.model.layers[0].mlp, 1, 1),
         of(phimoe, 1, 1),
+        of(block, 1, 1),
+        lambda: recorded(own_router, ids),
     ]
     said = [sentence(mistake) for mistake in mistakes]
     said.append(sentence(of("qwen", 1, 2), TypeError))
@@ -800,7 +839,9 @@ replay_routing: model.layers.1.mlp: the router gets 27 tokens, the model's call 
 record_routing: max_tokens must be a positive integer, got 0
 record_routing: GroupedMLP has no router beside a module `experts`
 record_routing: nothing in MixtralSparseMoeBlock has all routers inside and takes input_ids: give the model that gets the tokens
-record_routing: model.layers.0.mlp: the router of PhimoeSparseMoeBlock is not known: 0 modules beside its experts choose by torch.topk
+record_routing: model.layers.0.mlp: the router of PhimoeSparseMoeBlock is not known: one module beside its experts must choose by torch.topk, and 0 do
+record_routing: ModuleDict: Own must be as a router of transformers: with top_k and num_experts, and a forward that returns logits, weights, experts
+record_routing: model.layers.0.mlp: Own must be as a router of transformers: with top_k and num_experts, and a forward that returns logits, weights, experts
 record_routing: model must be a torch.nn.Module, got a str""",  # noqa: E501
     )
     assert not any("forward" in vars(module) for module in model.modules())
@@ -814,6 +855,9 @@ def test_parts_of_a_routing_as_samplers_have_them() -> None:
     rows = np.arange(12, dtype=np.int32).reshape(3, 2, 2) % 5
     mask = np.array([[0, 1, 1, 1]])
     expected = pad_routing(model, [rows], torch.from_numpy(mask))
+    with torch.device("meta"):  # another device for whatever names none
+        for given in (rows, (1, rows[1:].tolist())):
+            assert pad_routing(model, [given], torch.from_numpy(mask)).device == expected.device
     text = base64.b64encode(rows.tobytes()).decode()
     for given in (text, (rows[:1], rows[1:].tolist()), (np.int64(0), torch.tensor(0), rows)):
         assert torch.equal(pad_routing(model, [given], mask), expected)

@@ -30,6 +30,7 @@ from grouped_linear import (
     SwiGLU,
     convert,
     ops,
+    te,
 )
 from grouped_linear.contrib import Statistics, fake_quantize, watch
 from grouped_linear.contrib.watch_counts import COLUMNS, MAXIMA, WatchedLayer
@@ -475,15 +476,23 @@ def test_weights_that_are_kept(
     assert (amax > 0).all()
 
 
-def test_lists_of_weights() -> None:
-    from grouped_linear import te
-
-    layer = te.GroupedLinear(E, K, N, bias=False, params_dtype=BF16, recipe=Float8BlockScaling())
-    seen = watched(layer)
-    layer(rows(K)[: sum(SPLITS)].requires_grad_(), list(SPLITS)).sum().backward()
-    amax = seen.read()[0, 1, :, COLUMNS.index("scaled_amax")]
-    largest = torch.stack([w.detach().abs().max() for w in layer.parameters()])
-    assert ((amax >= largest) & (amax <= 2 * largest)).all()
+@pytest.mark.parametrize(("name", "compiled"), [*((n, False) for n in RECIPES), ("block", True)])
+def test_lists_of_weights(name: str, compiled: bool) -> None:
+    """A parameter for each expert counts as one of all does."""
+    found = []
+    for single in (False, True):
+        torch.manual_seed(1)
+        options: Any = {"params_dtype": BF16, "single_grouped_weight": single}
+        layer = te.GroupedLinear(E, K, N, bias=False, recipe=RECIPES[name], **options)
+        seen = watch(layer)
+        of = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else None
+        step(layer, rows(K)[: sum(SPLITS)], list(SPLITS), of=of)
+        with torch.no_grad():
+            for p in layer.parameters():
+                p[..., : N // 2, :] += 1
+        found.append(seen.read())
+    assert repr(found[0]) == repr(found[1])  # NaN is NaN
+    assert {row.moved for row in found[0].operands if row.role == "weight"} == {0.5}
 
 
 @needs_gpu
@@ -540,6 +549,7 @@ def test_the_numbers_move_with_the_model_and_keep_their_dtype() -> None:
     layer.to_empty(device="cpu").reset_parameters()
     step(layer.to(FP32), x.float(), *arguments)
     assert layer.observed.read(reset=False).dtype == torch.float64
+    layer.to_empty(device="cpu")  # of what has numbers already, which stay
     read = seen.read()
     assert sum(read.loads[0].tokens) == C * len(x)
     assert all(row.amax > 0 for row in read.operands)
@@ -887,8 +897,13 @@ def check_sharded(rank: int, folder: Path) -> None:
     for module, use_orig_params in ((whole, True), (alone, False)):
         options: Any = {"use_orig_params": use_orig_params, "device_id": device()}
         flat = FullyShardedDataParallel(module, **options)
-        assert "has flat parameters, as FullyShardedData" in sentence(lambda flat=flat: watch(flat))
+        assert "is in FullyShardedDataParallel, which" in sentence(lambda flat=flat: watch(flat))
         assert all(getattr(m, "observed", None) is None for m in flat.modules())
+    before = GroupedMLP(4, 32, 16, recipe=recipe, device=kind)
+    seen = watch(before)
+    flat = FullyShardedDataParallel(before, device_id=device())  # reads no view that it left
+    flat(torch.randn(9, 32, device=kind), *torch.rand(9, 4, device=kind).topk(2))
+    assert sum(seen.read().loads[0].tokens) == 18
 
 
 def check_transposed(rank: int, folder: Path) -> None:

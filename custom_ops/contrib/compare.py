@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear import Recipe
-from grouped_linear.contrib.fake_quantize import ROLES, fake_quantize
+from grouped_linear.contrib.fake_quantize import fake_quantize
+from grouped_linear.contrib.layers import ROLES, layers_of
 from grouped_linear.integrations.convert import aligned
 from grouped_linear.integrations.experts import Experts, named_experts
-from grouped_linear.nn.checks import check_model
 from grouped_linear.parallel import TokenDispatcher
 from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.quantized.weight_cache import WeightCache
@@ -59,7 +59,7 @@ class Comparison:
         """The outputs and gradients, or those of one kind, whose worst block differs most."""
         found = [d for d in self.differences if d.quantized == "all"]
         found = [d for d in found if tensor in (None, d.tensor)]
-        return sorted(found, key=lambda d: -d.worst_block)[:n]
+        return sorted(found, key=lambda d: (d.worst_block == d.worst_block, -d.worst_block))[:n]
 
     def __str__(self) -> str:
         """A line for each layer and tensor, and of each role both numbers, as ``all | block``."""
@@ -86,8 +86,8 @@ def compare(
 
     Args:
         model: with :class:`GroupedLinear`, :class:`GroupedMLP` or experts that :func:`convert` has
-            converted, that have a recipe. Their modules must be called by Python: give the model
-            that torch.compile has not compiled.
+            converted, that have a recipe. Python must call them: a model that is compiled runs in
+            eager mode inside of ``torch.compiler.set_stance("force_eager")``.
         step: runs a forward and a backward of the model, once. Layers before all that learns have
             their outputs compared alone.
         roles: quantize each role alone as well, x, the weight or the gradient: its numbers are
@@ -95,8 +95,8 @@ def compare(
         compiled: compare compiled copies of the layers, with ``fullgraph=True``.
 
     Raises:
-        ValueError: for a model without such layers, with experts of a checkpoint in FP8 or sharded
-            ones, or if no backward reached one of them.
+        ValueError: for a model without such layers, with experts of a checkpoint in FP8, sharded
+            ones or ones with a forward of their own, or if no backward reached one of them.
         TypeError: if `model` is not a module, or `step` no function.
 
     >>> from grouped_linear import Float8BlockScaling, GroupedLinear
@@ -106,19 +106,15 @@ def compare(
     >>> [(d.tensor, 0.01 < d.difference < 0.06) for d in found.differences]
     [('output', True), ('x', True), ('weight', True)]
     """
-    check_model("compare", model)
     if not callable(step):
         raise TypeError(
             "compare: step must be a function that runs a forward and a backward, as "
             f"lambda: model(x).sum().backward(), got {type(step).__name__}"
         )
-    layers: dict[str, Experts] = {}
-    without: list[str] = []
-    recipes_of: dict[str, dict[str, Recipe]] = {}
-    for name, experts in named_experts(model):
+    layers, recipes_of = layers_of("compare", model), dict[str, dict[str, Recipe]]()
+    for name, experts in layers.items():
         module, recipe = experts.module, experts.recipe
         if recipe is None:
-            without += [name] if experts.computed_here else []
             continue
         where = f"compare: {name or type(model).__name__}"
         if roles and recipe.has_state:
@@ -128,24 +124,24 @@ def compare(
                 f"{where}: its parameters are on several processes: compare it before they are "
                 "sharded"
             )
+        if "forward" in vars(module):  # which calls the layer itself, and not a copy
+            raise ValueError(
+                f"{where} has a forward of its own, as accelerate's hooks set it: compare before, "
+                "or after accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+            )
         as_loaded = torch.float8_e4m3fn, torch.int8
         if any(p.dtype in as_loaded for p in module.parameters()):
             raise ValueError(
                 f"{where}: convert weights of a checkpoint in FP8 by weights='fp8', in MXFP4 by "
                 "weights='mxfp4'"
             )
-        layers[name], recipes_of[name] = experts, {"all": recipe}
+        recipes_of[name] = {"all": recipe}
         if roles:
             recipes_of[name] |= {role: fake_quantize(recipe, (role,)) for role in ROLES}
-    if not layers and without:
+    if not recipes_of:
         raise ValueError(
-            f"compare: {without[0] or type(model).__name__} has no recipe, nor has another layer: "
-            "make layers with a recipe, or convert(model, recipe) a model of another library"
-        )
-    if not layers:
-        raise ValueError(
-            f"compare: {type(model).__name__} has no GroupedLinear, no GroupedMLP and no experts "
-            "that convert has converted with a recipe"
+            f"compare: {next(iter(layers)) or type(model).__name__} has no recipe, nor has another "
+            "layer: make layers with a recipe, or convert(model, recipe) a model of another library"
         )
     # The squares of the difference and of the tensor, which add up, and the worst block.
     found: dict[tuple[str, str, str], tuple[Tensor, Tensor]] = {}
@@ -167,35 +163,38 @@ def compare(
         output = y[0] if isinstance(y, tuple) else y
         given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
         before = [t.is_inference() or t._version for t in given]
+        kind = output.device.type  # a backward may run outside of autocast
+        casts = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
         def of_backward(dy: Tensor) -> None:
             if [t.is_inference() or t._version for t in given] != before:
                 where = name or type(model).__name__
                 raise ValueError(f"compare: an input of {where} was written since: write a clone()")
-            measure(name, args, kwargs, dy)
+            with torch.autocast(kind, *casts):
+                measure(name, args, kwargs, dy)
 
         if output.requires_grad:
-            output.register_hook(of_backward)
+            handles.append(output.register_hook(of_backward))
         else:  # frozen, as all before it
             measure(name, args, kwargs, None)
 
-    handles = [
-        layer.module.register_forward_hook(partial(hook, name), with_kwargs=True)
-        for name, layer in layers.items()
+    handles: list[Any] = [  # of what the layer itself gives
+        layers[n].module.register_forward_hook(partial(hook, n), prepend=True, with_kwargs=True)
+        for n in recipes_of
     ]
     try:
         step()
     finally:
         for handle in handles:
             handle.remove()
-    missed = [name for name in layers if (name, "all", "output") not in found]
+    missed = [name for name in recipes_of if (name, "all", "output") not in found]
     if missed:
         raise ValueError(
             f"compare: no backward of step reached {missed[0] or type(model).__name__}: step must "
-            "call it, and backward() of a loss that it has part in"
+            "call it, and backward() of a loss that it has part in; where torch.compile has "
+            "compiled it, compare inside of torch.compiler.set_stance('force_eager')"
         )
-    order = list(layers)
-    differences = []
+    order, differences = list(layers), []
     for key in sorted(found, key=lambda key: order.index(key[0])):
         (off, whole), block = found[key][0].tolist(), found[key][1].item()
         share = math.sqrt(off / whole) if whole else math.inf if off else 0.0
@@ -211,10 +210,11 @@ def _worst_block(off: Tensor, t: Tensor) -> Tensor:
     if t.numel() == 0:
         return t.new_zeros(())
     parts = max(t.size(-1) // 128, 1)
-    medians = [
-        torch.stack([part.abs().median(-1).values.flatten() for part in x.tensor_split(parts, -1)])
-        for x in (off, t)
-    ]
+    medians = []
+    for x in (off, t):  # not by median, which torch's deterministic algorithms refuse on CUDA
+        by_size = [part.abs().sort(-1).values for part in x.tensor_split(parts, -1)]
+        both = [(s[..., (s.size(-1) - 1) // 2], s[..., -1].isnan()) for s in by_size]
+        medians.append(torch.stack([m.masked_fill(n, math.nan).flatten() for m, n in both]))
     of_off, of_t = medians
     typical = of_t.masked_fill(of_t == 0, math.nan).nanmedian().nan_to_num()
     size = of_t.maximum(typical)
@@ -240,8 +240,9 @@ def _results(
     leaves = {"x": x, **{n: p for n, p in other.named_parameters() if p.requires_grad}}
     # Each recipe is a compilation of the same forward.
     many = torch._dynamo.config.patch(recompile_limit=1024) if compiled else nullcontext()
+    stance = torch.compiler.set_stance("default") if compiled else nullcontext()
     gpus = [x.get_device()] if x.is_cuda else []
-    with torch.set_grad_enabled(dy is not None), torch.random.fork_rng(gpus), many:
+    with torch.set_grad_enabled(dy is not None), torch.random.fork_rng(gpus), many, stance:
         y = (torch.compile(other, fullgraph=True) if compiled else other)(*args, **kwargs)
         y = y[0] if isinstance(y, tuple) else y
         if dy is None:

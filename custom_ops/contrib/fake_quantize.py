@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from grouped_linear import Format, Recipe, ops
+from grouped_linear.contrib.layers import ROLES
 from grouped_linear.recipes import Layouts, Operands
-
-#: The operands of a layer, in the order of a recipe's arguments.
-ROLES = ("input", "weight", "grad_output")
 
 
 def fake_quantize(
@@ -140,7 +138,10 @@ class Rounded:
         in_blocks = format.scaling == "block"
         quantize: Any = ops.quantize_weight if in_blocks else ops.quantize_weight_current
         made = quantize(w_ENK.contiguous(), columnwise=False, **format.weight_options)
-        return times_scales(made.q, made.scale).to(w_ENK.dtype)
+        # Not repeat_interleave: compiled for a CPU by torch 2.13 it gives garbage where it is cut.
+        n, k = (torch.arange(size, device=w_ENK.device) // 128 for size in (N, K))
+        scale = made.scale[:, n][:, :, k] if in_blocks else made.scale[:, None, None]
+        return (made.q.float() * scale).to(w_ENK.dtype)
 
     def _rows(self, t_TK: Tensor, offs_E: Tensor, layouts: Layouts) -> Operands:
         format, dtype, columnwise = self.rounds_to, t_TK.dtype, layouts.columnwise
@@ -165,15 +166,6 @@ class Rounded:
         if format.wgrad_dtype is not None:  # the tensor itself, cast
             column = t_TK.to(format.wgrad_dtype).to(dtype)
         return Operands(row if layouts.rowwise else None, None, column)
-
-
-def times_scales(q_ENK: Tensor, scale: Tensor) -> Tensor:
-    """A weight's numbers in float32, by scales of blocks of 128 x 128 or of experts."""
-    if scale.dim() == 1:
-        return q_ENK.float() * scale[:, None, None]
-    # Not repeat_interleave: compiled for a CPU by torch 2.13 it gives garbage where it is cut off.
-    row, column = (torch.arange(n, device=scale.device) // 128 for n in q_ENK.shape[1:])
-    return q_ENK.float() * scale[:, row][:, :, column]
 
 
 def _group_of_rows(T: int, offs_E: Tensor) -> Tensor:

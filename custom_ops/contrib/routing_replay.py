@@ -21,6 +21,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
+from grouped_linear.contrib.layers import check_positive
 from grouped_linear.nn.checks import check_model
 
 TOPK = torch.topk, Tensor.topk
@@ -41,16 +42,18 @@ class Recording:
 
         Raises:
             ValueError: if no token was recorded, or if calls were not those of the same sequences,
-                one after the other.
+                one after the other; the next call begins anew then, too.
         """
         context = self._context
-        column = context.check_calls()
-        if not column:
-            raise ValueError("record_routing: no token was recorded since the last take")
-        routing = context.experts[:, :, :column].permute(1, 2, 0, 3).contiguous()
-        context.tokens.fill_(-1)
-        context.column.zero_()
-        return routing
+        try:
+            column = context.check_calls()
+            if not column:
+                raise ValueError("record_routing: no token was recorded since the last take")
+            return context.experts[:, :, :column].permute(1, 2, 0, 3).contiguous()
+        finally:
+            context.tokens.fill_(-1)
+            context.column.zero_()
+            context.faults.zero_()
 
 
 @contextmanager
@@ -92,9 +95,7 @@ def record_routing(model: nn.Module, batch_size: int, max_tokens: int) -> Iterat
     ``ids[:, :-1]``: :func:`replay_routing`.
     """
     op = "record_routing"
-    for name, number in (("batch_size", batch_size), ("max_tokens", max_tokens)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{op}: {name} must be a positive integer, got {number!r}")
+    check_positive(op, batch_size=batch_size, max_tokens=max_tokens)
     layers = _layers_of(op, model)
     most = max(layer.num_experts for layer in layers)
     room = layers[-1].index + 1, batch_size, max_tokens, layers[0].num_chosen
@@ -185,8 +186,8 @@ def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask:
     [[-1, -1, 5, 0, -1], [0, -1, -1, -1, -1]]
     """
     op = "pad_routing"
-    attention_mask = torch.as_tensor(attention_mask)
-    layers, mask = _layers_of(op, model), attention_mask.cpu().bool()
+    cpu, device = torch.device("cpu"), getattr(attention_mask, "device", "cpu")
+    layers, mask = _layers_of(op, model), torch.as_tensor(attention_mask, device=cpu).bool()
     L, C = layers[-1].index + 1, layers[0].num_chosen
     if mask.dim() != 2 or len(mask) != len(routed_experts):
         got = f"{list(mask.shape)} for {len(routed_experts)} sequences"
@@ -195,7 +196,7 @@ def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask:
     numbers = sorted({int(found[2]) for found in lists if found})  # of those with experts
     first = lists[0] if len(numbers) == L else None
     depth = len(model.get_submodule(first[1])._modules) if first else L
-    routing = torch.full((*mask.shape, L, C), -1, dtype=torch.int16)
+    routing = torch.full((*mask.shape, L, C), -1, dtype=torch.int16, device=cpu)
     for b, given in enumerate(routed_experts):
         parts = []
         for part in given if isinstance(given, tuple) else (given,):
@@ -214,7 +215,7 @@ def pad_routing(model: nn.Module, routed_experts: Sequence[Any], attention_mask:
             few = "only the last may have no row; if the first n have none, give (n, rows)"
             raise ValueError(f"{got}: {few if len(at) > len(rows) else 'these are too many'}")
         routing[b, at[: len(rows)]] = rows.clamp(-2, 2**15 - 1).short()  # wrong ones stay wrong
-    return routing.to(attention_mask.device)
+    return routing.to(device)
 
 
 def _part_of(where: str, part: Any, L: int, C: int) -> Tensor:
@@ -222,7 +223,8 @@ def _part_of(where: str, part: Any, L: int, C: int) -> Tensor:
     try:
         if isinstance(part, str):
             part = torch.frombuffer(bytearray(base64.b64decode(part)), dtype=torch.int32)
-        t = part.cpu() if isinstance(part, Tensor) else torch.tensor(0 if part is None else part)
+        part = 0 if part is None else part
+        t = part.cpu() if isinstance(part, Tensor) else torch.tensor(part, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{where}: no integers [tokens, layers, {C}]: {error}") from None
     if t.dim() > 0:
@@ -231,7 +233,7 @@ def _part_of(where: str, part: Any, L: int, C: int) -> Tensor:
         raise ValueError(
             f"{where}: a number of tokens without a row must not be negative, got {part}"
         )
-    return torch.full((int(t), L, C), -1)
+    return torch.full((int(t), L, C), -1, device=t.device)
 
 
 def _check_routing(op: str, routing: Any, layers: "list[_Layer]") -> bool:
@@ -286,13 +288,14 @@ def _layers_of(op: str, model: nn.Module) -> "list[_Layer]":
         children = [child for child in block.children() if child is not experts]
         found = [[*filter(_calls_topk, child.modules())] for child in children]
         found = [routers for routers in found if routers]
+        where = f"{op}: {name or type(model).__name__}"
         if len(found) != 1:
             raise ValueError(
-                f"{op}: {name or type(model).__name__}: the router of {type(block).__name__} is "
-                f"not known: {len(found)} modules beside its experts choose by torch.topk"
+                f"{where}: the router of {type(block).__name__} is not known: one module beside "
+                f"its experts must choose by torch.topk, and {len(found)} do"
             )
         index = indices.setdefault(name, len(indices))
-        layers += [_Layer(f"{op}: {name}", index, router, experts) for router in found[0]]
+        layers += [_Layer(where, index, router, experts) for router in found[0]]
     if not layers:
         raise ValueError(f"{op}: {type(model).__name__} has no router beside a module `experts`")
     return layers
@@ -425,26 +428,24 @@ class _Context(_State):
         for layer in layers:
             layer.context = self
 
-    def begin(self, n: int, ids: Tensor | None, start: int | Tensor) -> None:
-        """Begin a call with n tokens of each sequence, behind `start` of them."""
+    def begin(self, n: int, ids: Tensor | None, start: int | Tensor) -> Tensor:
+        """Begin a call with n tokens of each sequence behind `start`; where each one is, [n]."""
         columns = torch.arange(n, device=self.tokens.device) + start
         first, last, at = columns[0], columns[-1], columns.clamp(max=self.S)
         if ids is None:  # nothing shows whether these are the same sequences again
             differ = (first == 0) & (self.column > 0)
         else:
-            ids = ids.to(self.tokens)
             seen = self.tokens.index_select(1, at)
-            differ = ((seen >= 0) & (seen != ids)).any()
-            self.tokens.index_copy_(1, at, ids)
+            differ = ((seen >= 0) & (seen != ids.to(seen))).any()
         skipped = (first != 0) & (first != self.column)
         self.faults.logical_or_(torch.stack([skipped, last >= self.S, differ]))
-        self.column.copy_(last + 1)
         self.columns = at
         for layer in self.layers:
             layer.ran = False
+        return columns
 
-    def check_layers(self) -> None:
-        """Raise ValueError for a layer that did not run in a call."""
+    def end(self, columns: Tensor, ids: Tensor | None) -> None:
+        """End a call that raised nothing; ValueError for a layer that did not run in it."""
         ran = {layer.index for layer in self.layers if layer.ran}
         for layer in self.layers:
             layer.ran = False  # as at first, so that no graph is compiled again
@@ -453,11 +454,13 @@ class _Context(_State):
                     f"{layer.where} did not run in the model's call: it has another router now, or "
                     "the model left a layer out"
                 )
+        if ids is not None:
+            self.tokens.index_copy_(1, columns.clamp(max=self.S), ids.to(self.tokens))
+        self.column.copy_(columns[-1] + 1)
 
     def check_calls(self) -> int:
         """The tokens of a sequence that ran; ValueError if they were not those of one batch."""
         *faults, column = torch.cat([self.faults, self.column[None]]).tolist()
-        self.faults.zero_()
         way_out = "make a context for each" if self.replays else "take the recording before"
         sentences = (
             "a call went on behind tokens that did not run in this context, or took some back: run "
@@ -511,12 +514,12 @@ class _Model(_State):
                 f"{op}: a {type(cache).__name__} does not say how many tokens it holds: use a "
                 "cache of transformers, without continuous batching"
             )
-        context.begin(n, ids, 0 if cache is None else cache.get_seq_length())
+        columns = context.begin(n, ids, 0 if cache is None else cache.get_seq_length())
         try:
             output = self.inner(*args, **kwargs)
         finally:
             context.columns = None
-        context.check_layers()
+        context.end(columns, ids)
         return output
 
 
@@ -536,8 +539,18 @@ class _Layer(_State):
         self.inner: Callable[..., Any] = router.forward
         vars(self)["router"] = router  # not a submodule
         numbers = (getattr(m, "num_experts", None) for m in (router, *experts.modules()))
-        self.num_experts: int = next(number for number in numbers if isinstance(number, int))
-        self.num_chosen: int = getattr(router, "top_k", None) or router.config.top_k_experts
+        self.num_experts: Any = next((n for n in numbers if isinstance(n, int)), None)
+        of_gemma = getattr(getattr(router, "config", None), "top_k_experts", None)
+        self.num_chosen: Any = getattr(router, "top_k", of_gemma)
+        self.check(None not in (self.num_experts, self.num_chosen))
+
+    def check(self, is_known: bool) -> None:
+        """Raise ValueError for a router that is made in another way than transformers'."""
+        if not is_known:
+            raise ValueError(
+                f"{self.where}: {type(self.router).__name__} must be as a router of transformers: "
+                "with top_k and num_experts, and a forward that returns logits, weights, experts"
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The router's forward, recorded, or with the experts of a replay."""
@@ -559,6 +572,7 @@ class _Layer(_State):
         if not context.replays:
             output = self.inner(*args, **kwargs)
             if columns is not None:
+                self.check(isinstance(output, tuple) and len(output) > 2)
                 chosen_TC = output[2].detach()
                 self.experts_of(chosen_TC.numel() // context.C)
                 chosen = chosen_TC.reshape(context.B, -1, context.C).to(context.experts)

@@ -4,22 +4,21 @@
 E groups (experts), K in_features, N out_features.
 """
 
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import nan, sqrt
-from numbers import Integral
+from math import isnan, nan, sqrt
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grouped_linear.contrib.fake_quantize import ROLES
+from grouped_linear.contrib.layers import ROLES, check_positive, layers_of
 from grouped_linear.contrib.watch_counts import COLUMNS, MAXIMA, WatchedLayer
 from grouped_linear.integrations.convert import aligned
-from grouped_linear.integrations.experts import Experts, named_experts
-from grouped_linear.nn.checks import check_model
+from grouped_linear.integrations.experts import Experts
 from grouped_linear.parallel import TokenDispatcher
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import DelayedScalingState
@@ -84,18 +83,18 @@ class Load(NamedTuple):
         return [e for e, tokens in enumerate(self.tokens) if not tokens]
 
 
-#: Columns of the table and how they are printed.
+#: Columns of the table: how they are printed, and of which sum they are a share.
 PRINTED = {
-    "tokens": "{:.0f}",
-    "amax": "{:.3g}",
-    "scaled_amax": "{:.3g}",
-    "outlier": "{:.3g}",
-    "underflow": "{:.2%}",
-    "saturated": "{:.2%}",
-    "not_finite": "{:.2%}",
-    "error": "{:.1e}",
-    "shared": "{:.0%}",
-    "moved": "{:.1%}",
+    "tokens": ("{:.0f}", None),
+    "amax": ("{:.3g}", None),
+    "scaled_amax": ("{:.3g}", None),
+    "outlier": ("{:.3g}", None),
+    "underflow": ("{:.2%}", "compared"),
+    "saturated": ("{:.2%}", "compared"),
+    "not_finite": ("{:.2%}", "numbers"),
+    "error": ("{:.1e}", "square"),
+    "shared": ("{:.0%}", "blocks"),
+    "moved": ("{:.1%}", "looked_at"),
 }
 
 
@@ -119,11 +118,8 @@ class Statistics:
         self, column: str = "outlier", role: str | None = None, n: int = 10
     ) -> list[OperandStatistics]:
         """The experts with the largest numbers of a column, the largest first."""
-        found = [
-            row
-            for row in self.experts
-            if role in (None, row.role) and getattr(row, column) == getattr(row, column)
-        ]
+        found = [row for row in self.experts if role in (None, row.role)]
+        found = [row for row in found if not isnan(getattr(row, column))]
         return sorted(found, key=lambda row: -getattr(row, column))[:n]
 
     def __str__(self) -> str:
@@ -133,7 +129,7 @@ class Statistics:
             of_experts = [r for r in self.experts if r[:2] == row[:2] and r.outlier > 0]
             worst = max(of_experts, key=lambda r: r.outlier, default=None)
             named = "" if worst is None else f"{worst.expert}: {worst.outlier:.3g}"
-            values = ((form, getattr(row, column)) for column, form in PRINTED.items())
+            values = ((form, getattr(row, column)) for column, (form, _) in PRINTED.items())
             printed = (form.format(v) if v == v else "" for form, v in values)  # NaN is not printed
             lines.append([row.layer, row.role, *printed, named])
         loads = [["layer", "tokens", "imbalance", "idle experts", "dropped"]]
@@ -163,44 +159,31 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, every: int, rows: int | None, to: Any) -> None:
-        check_model("watch", model)
-        for name, given in (("every", every), ("rows", 1 if rows is None else rows)):
-            if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
-                raise ValueError(f"watch: {name} must be a positive integer, got {given!r}")
+        check_positive("watch", every=every, rows=1 if rows is None else rows)
         if not (to is None or callable(to)):
             raise ValueError(f"watch: to must be a function, got {type(to).__name__}")
         self.every, self.to, self.steps, self._is_on = every, to, 0, True
-        watched = {name: experts for name, experts in named_experts(model) if experts.computed_here}
-        if not watched:
-            raise ValueError(
-                f"watch: {type(model).__name__} has no GroupedLinear, no GroupedMLP and no "
-                "experts that convert has converted"
-            )
+        watched = layers_of("watch", model)
         taken = {e.module for other in _watching for e in other._experts.values()}
         for name, e in watched.items():
-            where = f"watch: {name or type(model).__name__}"
             if e.module in taken:
                 raise ValueError(
-                    f"{where} is watched already: read that Watch, or call its remove()"
-                )
-            if _is_flat(e):
-                raise ValueError(
-                    f"{where} has flat parameters, as FullyShardedDataParallel makes them: watch "
-                    "before, or shard by fully_shard"
+                    f"watch: {name or type(model).__name__} is watched already: read that Watch, "
+                    "or call its remove()"
                 )
         self._experts: dict[str, Experts] = watched
-        _watching.add(self)
-        for e in watched.values():
-            recipes = [e.recipe]  # those of all its calls
-            for state in e.module.modules():
-                if isinstance(state, DelayedScalingState):
-                    recipes += state.recipes
+        self.layers: dict[str, WatchedLayer] = {}
+        for name, e in watched.items():
+            states = [m for m in e.module.modules() if isinstance(m, DelayedScalingState)]
+            recipes = [e.recipe, *(r for state in states for r in state.recipes)]  # of all calls
             # A call has all experts, or those of this process: its calls say how many.
             w = getattr(e.module, e.weights[0], None)
             E = w.size(0) if isinstance(w, Tensor) and w.dim() > 2 else e.num_experts
             device = next(e.module.parameters()).device
-            e.module.observed = WatchedLayer(e.weights, E, device, rows, recipes)
-        self.layers: dict[str, WatchedLayer] = {n: e.module.observed for n, e in watched.items()}
+            self.layers[name] = WatchedLayer(e.weights, E, device, rows, recipes)
+        _watching.add(self)  # nothing above has changed a layer
+        for name, e in watched.items():
+            e.module.observed = self.layers[name]
         self._before: dict[tuple[str, str], Tensor] = {}
         for name in self.layers:
             self._numbers_of(name, True)  # looks at the weights
@@ -302,7 +285,7 @@ class Watch:
         layer = self.layers[name]
         read = layer.read(reset)
         for i, weight in enumerate(layer.weights):
-            now = _looked_at(getattr(self._experts[name].module, weight, None))
+            now = _looked_at(self._experts[name].module, weight)
             before = self._before.get((name, weight))
             if reset and now is not None:
                 self._before[name, weight] = now
@@ -322,15 +305,11 @@ def watch(
 ) -> Watch:
     """Count what FP8 does to each layer, role and expert of a model, on the device.
 
-    Of each layer's input, weight and gradient, for each expert: tokens, the largest magnitude, the
-    shares of numbers that became zero, saturated or are not finite, the error of quantization, how
-    often wgrad's columns share scales; how many rows the router sent to it, and how many were
-    dropped.
-
-    The layers get torch operations that read 4 rows of each expert, whatever their number, and
-    others in the next step. A flag on the device keeps or drops what they count: no host read, no
-    graph break, no recompilation, and CUDA graphs obey the flag. Results keep every bit. Watch a
-    model before it is compiled or captured, before or after ``fully_shard``.
+    What is counted: :class:`OperandStatistics` and :class:`Load`. The layers get torch operations
+    that read 4 rows of each expert, whatever their number, and others in the next step. A flag on
+    the device keeps or drops what they count: no host read, no graph break, no recompilation, and
+    CUDA graphs obey the flag. Results keep every bit. Watch a model before it is compiled or
+    captured, before or after ``fully_shard``.
 
     Args:
         model: with :class:`GroupedLinear`, :class:`GroupedMLP` or experts that :func:`convert` has
@@ -357,15 +336,6 @@ def watch(
     128
     """
     return Watch(model, every, rows, to)
-
-
-def _is_flat(experts: Experts) -> bool:
-    """Whether FullyShardedDataParallel has made one parameter of all."""
-    module, name = experts.module, experts.weights[0]
-    w: Any = getattr(module, name, None)
-    if name in vars(module) and w._is_view():
-        return True
-    return experts.library == "torchtitan" and _local(w).dim() < 3  # by use_orig_params
 
 
 def _num_experts(numbers: Tensor) -> int:
@@ -398,17 +368,21 @@ def _local(w: Any) -> Any:
     return w.to_local() if hasattr(w, "to_local") else w
 
 
-def _looked_at(weight: Any) -> Tensor | None:
+def _looked_at(module: nn.Module, name: str) -> Tensor | None:
     """Some numbers of a weight, as an optimizer steps them: [E, rows, columns]; None if frozen."""
-    w: Any = _local(weight)
-    if not isinstance(w, Tensor) or w.dim() not in (3, 4) or w.is_meta or not weight.requires_grad:
-        return None
-    if type(w) not in (Tensor, nn.Parameter, GroupedTensorWithMaster):  # FSDP2 has gathered it
-        return None
-    w = w.flatten(1, 2) if w.dim() == 4 else w  # torchtitan's w13 is [E, F, 2, D]
-    _, N, K = w.shape
-    n, k = slice(None, None, -(-N // MOVED_ROWS)), slice(None, None, -(-K // MOVED_COLUMNS))
-    return w[:, n, k].detach().clone()
+    own = module._parameters  # FullyShardedDataParallel leaves views of no memory beside them
+    of_experts: list[Any] = [p for n, p in own.items() if re.fullmatch(rf"{name}\d+", n)]
+    looked_at = []
+    for weight in of_experts or [own.get(name)]:
+        w: Any = _local(weight)
+        if not isinstance(w, Tensor) or w.dim() < 2 or w.is_meta or not weight.requires_grad:
+            return None
+        if type(w) not in (Tensor, nn.Parameter, GroupedTensorWithMaster):  # FSDP2 has gathered it
+            return None
+        w = w.flatten(1, 2) if w.dim() == 4 else w  # torchtitan's w13 is [E, F, 2, D]
+        n, k = -(-w.size(-2) // MOVED_ROWS) or 1, -(-w.size(-1) // MOVED_COLUMNS)  # 0: of a shard
+        looked_at.append(w[..., ::n, ::k].detach().clone())
+    return torch.stack(looked_at) if of_experts else looked_at[0]
 
 
 def _to_host(
@@ -429,24 +403,13 @@ def _to_host(
 def _statistics(layer: str, role: str, expert: int | None, numbers: Tensor) -> OperandStatistics:
     """Of numbers in COLUMNS."""
     n = dict(zip(COLUMNS, numbers.tolist(), strict=True))
-
-    def share(part: str, whole: str) -> float:
-        return n[part] / n[whole] if n[whole] else nan
-
     largest = max(n["amax"], n["scaled_amax"])
-    tokens = n["rows"] / max(n["calls"], 1) if role == "weight" else n["rows"]
+    shares: Any = {c: n[c] / n[of] if n[of] else nan for c, (_, of) in PRINTED.items() if of}
     return OperandStatistics(
-        layer=layer,
-        role=role,
-        expert=expert,
-        tokens=tokens,
+        *(layer, role, expert),
+        tokens=n["rows"] / max(n["calls"], 1) if role == "weight" else n["rows"],
         amax=n["amax"] if n["numbers"] else nan,
-        scaled_amax=n["scaled_amax"] if n["scaled_amax"] else nan,
+        scaled_amax=n["scaled_amax"] or nan,
         outlier=largest * sqrt(n["compared"] / n["square"]) if n["square"] else nan,
-        underflow=share("underflow", "compared"),
-        saturated=share("saturated", "compared"),
-        not_finite=share("not_finite", "numbers"),
-        error=share("error", "square"),
-        shared=share("shared", "blocks"),
-        moved=share("moved", "looked_at"),
+        **shares,
     )

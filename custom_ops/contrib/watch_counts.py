@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from grouped_linear import Format, Recipe, ops
-from grouped_linear.contrib.fake_quantize import ROLES
+from grouped_linear.contrib.layers import ROLES
 from grouped_linear.recipes import Layouts, Operands
 from grouped_linear.recipes.quantize import Gathered, SwigluGradOf, SwigluOf
 
@@ -50,41 +50,40 @@ class Observer:
     """
 
     def __init__(self, counts: Any, number: int, role: str, format: Format) -> None:
-        self.counts, self.number, self.role, self.format = counts, number, role, format
+        self.counts, self.role, self.format = counts, role, format
+        self.operand = len(ROLES) * number + ROLES.index(role)
 
     def __call__(
         self, source: Any, made: Operands, offs_E: Tensor | None, layouts: Layouts | None
     ) -> None:
         """Add what this call shows; all of it is on the device, and of static shapes."""
+        stats = self.counts.forward_stats
         if offs_E is None or layouts is None:
-            now = self._of_weight(source, made)
-            if now:
-                self._add(self.counts.forward_stats, 2 * self.number + 1, now)
+            self._add(stats, self._of_weight(source, made))
             return
         first_E = pad(offs_E[:-1], (1, 0))
         groups = first_E, offs_E - first_E
         if self.role == "grad_output":
-            now = self._of_rows(source, made, offs_E, *groups)
-            self._add(self.counts.backward_stats, 2 * self.number + 1, now)
+            stats, now = self.counts.backward_stats, self._of_rows(source, made, offs_E, *groups)
         elif layouts.again:  # the forward has counted the rows
-            if (shares := self._of_columns(made, *groups)) is not None:
-                self._add(self.counts.backward_stats, 2 * self.number, shares)
+            stats, now = self.counts.backward_stats, self._of_columns(made, *groups)
         else:
-            now = self._of_rows(source, made, offs_E, *groups)
-            now |= self._of_columns(made, *groups) or {}
+            now = self._of_rows(source, made, offs_E, *groups) | self._of_columns(made, *groups)
             routed_E = getattr(getattr(source, "routing", None), "routed", None)
             if routed_E is not None:
                 now["dropped"] = routed_E.diff(prepend=routed_E.new_zeros(1)) - groups[1]
-            self._add(self.counts.forward_stats, 2 * self.number, now)
+        self._add(stats, now)
 
-    def _add(self, stats: Tensor, operand: int, now: dict[str, Tensor]) -> None:
+    def _add(self, stats: Tensor, now: dict[str, Tensor]) -> None:
         """Add to the experts of a call in [operands, E, columns] where the flag is set."""
+        if not now:
+            return
         E, n = len(next(iter(now.values()))), len(MAXIMA)
         zero_E = stats.new_zeros(E)
         of_columns = [now.get(name, zero_E).to(stats.dtype) for name in COLUMNS]
         now_ES = torch.where(self.counts.turn != 0, torch.stack(of_columns, dim=1), 0.0)
-        stats[operand, :E, :n] = torch.maximum(stats[operand, :E, :n], now_ES[:, :n])
-        stats[operand, :E, n:] += now_ES[:, n:]
+        stats[self.operand, :E, :n] = stats[self.operand, :E, :n].maximum(now_ES[:, :n])
+        stats[self.operand, :E, n:] += now_ES[:, n:]
 
     def _spaced(
         self, first_E: Tensor, size_E: Tensor, most: int | None, total: int
@@ -134,23 +133,25 @@ class Observer:
 
     def _of_weight(self, weights: tuple[Any, ...], made: Operands) -> dict[str, Tensor]:
         """The same for a weight. Without a tensor in high precision, measure q."""
-        first: Any = weights[0]
-        w: Tensor | None = getattr(first, "numbers", None if hasattr(first, "q") else first)
-        if w is not None and (w.dim() == 2 or w.dtype not in ACTIVATIONS or not any(w.stride())):
-            w = None  # without strides it has no memory and stands for one that FSDP2 gathered
+        own: list[Any] = [getattr(w, "numbers", None if hasattr(w, "q") else w) for w in weights]
+        # Without strides it has no memory and stands for one that FSDP2 gathered.
+        is_known = all(w is not None and w.dtype in ACTIVATIONS and any(w.stride()) for w in own)
         q, scale = _quantized(made, self.format)
-        t = q if w is None else w
-        if t is None:
+        if not is_known and q is None:
             return {}
-        E, N, K = t.shape
-        size_1 = torch.full((1,), N, device=t.device)
+        # One [E, N, K], or E of [N, K].
+        E, N, K = (len(own), *weights[0].shape)[-3:] if q is None else q.shape
+        size_1 = torch.full((1,), N, device=weights[0].device)
         rows, is_of = self._spaced(torch.zeros_like(size_1), size_1, self.counts.rows, N)
         row, is_of = rows[0], is_of.expand(E, -1)
         before, scales, largest_E = None, None, None
-        if w is not None:
-            before = w.index_select(1, row).double().flatten(0, 1)
-        if self.format.stored_as == "mxfp4" and w is not None:
-            q = _decoded(made, row)
+        if is_known:
+            before = torch.cat([w.index_select(-2, row).flatten(0, -2) for w in own]).double()
+        if self.format.stored_as == "mxfp4" and is_known:
+            both: Any = made.rowwise, made.rowwise_scale  # the op takes sixteen rows at a time
+            more = 0, 0, 0, -len(row) % 16
+            codes, scale_RB = (pad(part.index_select(1, row), more) for part in both)
+            q = ops.dequantize_mxfp4(codes, scale_RB)[:, : len(row)].flatten(0, 1)
         elif q is not None:
             q_ENK = q
             q = _select(q_ENK, 1, row).flatten(0, 1)
@@ -159,19 +160,17 @@ class Observer:
                 largest_E = _largest_of_groups(scale, q, is_of)
             elif scale is not None:
                 scales = _of_features(scale.index_select(1, row // B).flatten(0, 1), K)
-                one = torch.arange(scale.size(1), device=t.device) * B  # row of each block
-                rows_RK = _select(q_ENK, 1, one).flatten(0, 1)
+                first = torch.arange(scale.size(1), device=scale.device) * B  # row of each block
+                rows_RK = _select(q_ENK, 1, first).flatten(0, 1)
                 largest_E = _largest(scale.flatten(0, 1), rows_RK).view(E, -1).amax(1)
-        now = {"calls": torch.ones(E, device=t.device), "rows": size_1.expand(E)}
+        now = {"calls": size_1.new_ones(E), "rows": size_1.expand(E)}
         return now | _compared(before, q, scales, largest_E, is_of)
 
-    def _of_columns(
-        self, made: Operands, first_E: Tensor, size_E: Tensor
-    ) -> dict[str, Tensor] | None:
+    def _of_columns(self, made: Operands, first_E: Tensor, size_E: Tensor) -> dict[str, Tensor]:
         """Where 128 features of columnwise data share their scale."""
         scale_t = made.columnwise_scale
         if not self.format.share_scales or scale_t is None or len(scale_t) == 0:
-            return None
+            return {}
         blocks_E = (size_E + B - 1) // B
         first_E = blocks_E.cumsum(0) - blocks_E
         index, is_of = self._spaced(first_E, blocks_E, self.counts.rows, len(scale_t))
@@ -220,13 +219,6 @@ def _quantized(made: Operands, format: Format) -> tuple[Tensor | None, Tensor | 
     if scale is not None and scale.dtype != torch.float32:  # by a user's function
         return None, None
     return q, scale
-
-
-def _decoded(made: Operands, row: Tensor) -> Tensor:
-    """Some rows of each expert of a weight in MXFP4, of which the op takes sixteen at a time."""
-    both: Any = made.rowwise, made.rowwise_scale
-    codes, scale = (pad(part.index_select(1, row), (0, 0, 0, -len(row) % 16)) for part in both)
-    return ops.dequantize_mxfp4(codes, scale)[:, : len(row)].flatten(0, 1)
 
 
 def _select(q: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -305,10 +297,9 @@ class WatchedLayer(nn.Module):
     The numbers are none of its buffers: DistributedDataParallel would overwrite them with those of
     rank 0. They are buffers of a module in no tree, which torch.compile takes to stay in place.
 
-    The forward and the backward have a tensor each, [2 * weights, E, columns]: AOTAutograd takes
-    none that both write. The first has each weight's input and the weight, the second its
-    columnwise input and the gradient of its output. A call reads ``rows`` of each group; None for
-    all. ``recipes`` are those of the layer's calls, which a compiled call then finds.
+    The forward and the backward have a tensor each, [weights * roles, E, columns]: AOTAutograd
+    takes none that both write. A call reads ``rows`` of each group; None for all. ``recipes`` are
+    those of the layer's calls, which a compiled call then finds.
     """
 
     def __init__(
@@ -324,7 +315,7 @@ class WatchedLayer(nn.Module):
         self._counts: Any
         counts = vars(self)["_counts"] = nn.Module()
         counts.rows = rows  # type: ignore[assignment]
-        shape = 2 * len(weights), num_groups, len(COLUMNS)
+        shape = len(weights) * len(ROLES), num_groups, len(COLUMNS)
         with torch.inference_mode(False), torch.device(device):
             for name in ("forward_stats", "backward_stats"):
                 counts.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
@@ -360,13 +351,10 @@ class WatchedLayer(nn.Module):
     @torch.no_grad()
     def read(self, reset: bool = True) -> Tensor:
         """[weights, 3, E, columns] float64 on the device: of each weight, role and group."""
-        both = self._counts.forward_stats, self._counts.backward_stats
-        forward, backward = (t.unflatten(0, (-1, 2)) for t in both)
-        read = torch.cat([forward, backward[:, 1:]], dim=1)
-        read[:, 0] += backward[:, 0]  # where wgrad's columns share scales
+        read = self._counts.forward_stats + self._counts.backward_stats
         if reset:
             self.reset()
-        return read
+        return read.unflatten(0, (-1, len(ROLES)))
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -375,18 +363,15 @@ class WatchedLayer(nn.Module):
         self._counts.backward_stats.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WatchedLayer":
-        """Follow the model to another device, but keep each dtype."""
-        was_meta = self._counts.turn.is_meta
+        """Follow the model to another device, but keep each dtype and, of memory, each number."""
 
-        def keep_dtype(t: Tensor) -> Tensor:
-            there = fn(t)
-            return there if there.dtype == t.dtype else t.to(there.device)
+        def move(t: Tensor) -> Tensor:
+            device = fn(t).device
+            return torch.zeros_like(t, device=device) if t.is_meta else t.to(device)
 
         with torch.inference_mode(False), torch.no_grad():
-            self._counts._apply(keep_dtype)
-            if was_meta and not self._counts.turn.is_meta:
-                self.reset()
-                self.switch(self._turn)
+            self._counts._apply(move)
+            self.switch(self._turn)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

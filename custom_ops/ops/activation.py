@@ -27,6 +27,7 @@ class Activation:
     Row t of a result may depend on row t of the arguments alone, and zeros must give zeros. Neither
     method may write gate_up in place: the layer keeps it for the backward.
 
+    >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
     ... class Silu(Activation):  # without a gate
     ...     gated = False
