@@ -251,7 +251,9 @@ def compute_here(experts: Any, recipe: Recipe | None, save_gate_up_in_fp8: bool)
         vars(experts).update(config=config, config_of_model=experts.config)
 
 
-_SAVES = inspect.unwrap(PreTrainedModel.save_pretrained).__code__
+#: An attribute of a model while it saves experts as what they are, see checkpoints/tensors.py.
+SAVES = "_saves_experts"
+_SAVE_PRETRAINED = inspect.unwrap(PreTrainedModel.save_pretrained).__code__
 
 
 class ConvertedExperts(Converted):
@@ -262,7 +264,7 @@ class ConvertedExperts(Converted):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *args: Any) -> None:
         recipe = vars(self).get("recipe")
         if self._frozen or (recipe is not None and recipe.weight.qat is not None):
-            _check_saves(prefix.removesuffix("."), bool(self._frozen))
+            _check_saves(prefix.removesuffix("."))
         super()._save_to_state_dict(destination, prefix, *args)
 
     def _load_from_state_dict(
@@ -295,7 +297,7 @@ class ConvertedExperts(Converted):
             )
 
 
-def _check_saves(name: str, is_frozen: bool) -> None:
+def _check_saves(name: str) -> None:
     """Raise ValueError if ``save_pretrained`` of a model runs that convert was not given.
 
     Its config.json does not say that these experts are in few bits: bytes would load as numbers,
@@ -303,27 +305,16 @@ def _check_saves(name: str, is_frozen: bool) -> None:
     of ``save_pretrained`` does.
     """
     frame = sys._getframe()
-    while frame is not None and frame.f_code is not _SAVES:
+    while frame is not None and frame.f_code is not _SAVE_PRETRAINED:
         frame = frame.f_back  # type: ignore[assignment]
     model = None if frame is None else frame.f_locals["self"]
-    quantizer = getattr(model, "hf_quantizer", None)
     only_adapters = getattr(model, "_hf_peft_config_loaded", False)
-    if model is None or only_adapters or getattr(quantizer, "saves_frozen_experts", False):
-        return
-    around = getattr(vars(model).get("save_pretrained"), "func", None)  # of a partial
-    if not is_frozen and hasattr(around, "saves_experts"):
-        return
-    if not is_frozen:
+    if model is not None and not only_adapters and SAVES not in vars(model):
         raise ValueError(
-            f"save_pretrained: {name} learns in MXFP4 since another module than this model was "
-            "converted, and the files would be in 16 bits: call convert(model, recipe) of the "
-            "model that is saved"
+            f"save_pretrained: {name} is in few bits since a part of this model was converted, and "
+            "its config.json would not say so: call convert(model, recipe) of the whole model "
+            "before, which leaves weights as they are"
         )
-    raise ValueError(
-        f"save_pretrained: {name} was frozen when a part of this model was converted, and its "
-        "config.json would not say so: call convert(model, Float8BlockScaling()) of the whole "
-        "model before, which leaves frozen experts as they are"
-    )
 
 
 def _check_can_keep_both(where: str, experts: Any) -> None:

@@ -124,6 +124,15 @@ def test_quantized_again(folder: Path, tmp_path: Path) -> None:
     assert_same_bits(logits(packed(tmp_path)), expected)
 
 
+def test_published_names_of_one_loaded_in_16_bits(folder: Path, tmp_path: Path) -> None:
+    dequantized(folder).save_pretrained(tmp_path / "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    convert(model, weights="mxfp4")
+    model.save_pretrained(tmp_path / "few")
+    saved, source = (load_file(path / "model.safetensors") for path in (tmp_path / "few", folder))
+    assert saved.keys() == source.keys()
+
+
 @pytest.mark.parametrize("weights", [None, "both"])
 def test_saves_what_learns_as_published(folder: Path, weights: Any, tmp_path: Path) -> None:
     """From the published checkpoint through steps to one of the same names, dtypes and sizes."""

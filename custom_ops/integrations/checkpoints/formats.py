@@ -131,10 +131,12 @@ def _named_with_scales(
     stand_in: Any = SimpleNamespace(named_parameters=lambda: with_scales, config=model.config)
     # Nothing is quantized while it is saved.
     quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(), pre_quantized=False)
-    candidates = [_conversions_of(model)] if hasattr(model, "_weight_conversions") else []
     renamed = [_SCALE_NAMES] if model.config.model_type == "deepseek_v4" else []
-    for base in (*candidates, renamed + _conversions_of(model, loaded=False)):
-        candidates.append(HfQuantizer.update_weight_conversions(quantizer, base, stand_in))
+    own, of_class = _conversions_of(model), _conversions_of(model, loaded=False)
+    candidates = [own]
+    for base in (own, of_class):
+        given = [*renamed, *base], stand_in
+        candidates.append(HfQuantizer.update_weight_conversions(quantizer, *given))
     for conversions in candidates:
         obstacle = _obstacle_of_names(model, conversions, state, kept_as)
         if obstacle is None:

@@ -28,12 +28,14 @@ from grouped_linear.integrations.checkpoints.formats import (
 )
 from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.transformers import (
+    SAVES,
     kept_weight,
     options_of,
     storage_of,
     weight_names,
 )
 from grouped_linear.integrations.wrappers import named_unwrapped, plain_name, unwrapped
+from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.quantized.frozen import STORAGES, Frozen, Parts, as_bytes, frozen_of, quantized
 from grouped_linear.quantized.keep import (
     SCALE,
@@ -109,11 +111,8 @@ class CheckpointTensors:
         if weights not in (None, "bf16", *STORAGES):
             choices = "None, 'bf16', 'fp8' or 'mxfp4'"
             raise ValueError(f"{OP}: weights must be {choices}, got {weights!r}")
-        is_peft = any(c.__name__ == "PeftModel" for m in model.modules() for c in type(m).__mro__)
-        parts_of_peft = ".lora_", ".base_layer.", ".original_module."
+        check_no_adapters(OP, model)
         for name, t in self._tensors().items():
-            if is_peft or any(part in name for part in parts_of_peft):
-                raise ValueError(f"{OP}: {name} is of a model with adapters: merge them before")
             if t.is_meta:
                 raise ValueError(f"{OP}: {name} is on the meta device and has no numbers yet")
         experts = _experts_of(self._model)
@@ -174,6 +173,15 @@ class CheckpointTensors:
         return {name: t for name, t in found.items() if found.get(tied.get(name)) is not t}
 
 
+def check_no_adapters(op: str, model: nn.Module) -> None:
+    """Raise ValueError for a model with PEFT's adapters, whose names no checkpoint has."""
+    is_peft = any(c.__name__ == "PeftModel" for m in model.modules() for c in type(m).__mro__)
+    parts_of_peft = ".lora_", ".base_layer.", ".original_module."
+    for name in unwrapped(model).state_dict(keep_vars=True):
+        if is_peft or any(part in name for part in parts_of_peft):
+            raise ValueError(f"{op}: {name} is of a model with adapters: merge or unload them")
+
+
 def save_as_published(module: nn.Module) -> None:
     """Have the models of transformers in a module save experts in few bits as what they are.
 
@@ -197,56 +205,62 @@ def _is_loaded_here(model: Any) -> bool:
 
 def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     """``save_pretrained`` of a model with experts in few bits, around the one that it had."""
-    save, experts = partial(saves, *args, **kwargs), _experts_of(model)
+    experts = _experts_of(model)
     options = signature(PreTrainedModel.save_pretrained).bind(model, *args, **kwargs).arguments
+    resumes = not options.get("save_original_format", True)
     # A run that goes on needs what learns in high precision.
-    resumes = options.get("distributed_checkpoint") or not options.get("save_original_format", True)
-    learns = {n: None if resumes or storage_of(m) else _learns_in(m) for n, m in experts.items()}
+    in_high = resumes or options.get("distributed_checkpoint")
+    learns = {n: None if in_high or storage_of(m) else _learns_in(m) for n, m in experts.items()}
     changed = any(learns[name] or frozen_of(module) for name, module in experts.items())
+    of_model: dict[str, Any] = {SAVES: True}
+    if _is_loaded_here(model):
+        of_model["hf_quantizer"] = None  # beside a quantizer transformers takes no state_dict=
     if not changed or getattr(model, "_hf_peft_config_loaded", False):  # adapters alone are saved
-        # Beside a quantizer transformers takes no state_dict=.
-        with for_now(model, {"hf_quantizer": None} if _is_loaded_here(model) else {}):
-            return save()
+        with for_now(model, of_model):
+            return saves(*args, **kwargs)  # type: ignore[no-any-return]
+    op = "save_pretrained"
+    check_no_adapters(op, model)
     forms = {name: learns[name] or storage_of(module) for name, module in experts.items()}
     config, conversions, obstacle = checkpoint_of(model, experts, forms)
     if obstacle is not None:
         high = "high precision by save_original_format=False, " if any(learns.values()) else ""
         raise ValueError(
-            f"save_pretrained: {obstacle}: save {high}the model before it is converted, or its "
-            "state_dict()"
+            f"{op}: {obstacle}: save {high}the model before it is converted, or its state_dict()"
         )
+    in_few = ((name, m, form) for name, m in experts.items() if (form := forms[name]) is not None)
+    few = {f"{name}.{w}": (m, form) for name, m, form in in_few for w in weight_names(m)}
+    given: Any = options.get("state_dict")
+    for key, t in (given or {}).items():
+        if plain_name(key) in few and t.dtype.itemsize == 1 and key + SCALE not in given:
+            raise ValueError(f"{op}: state_dict has {key} in {dtype_name(t.dtype)} without scales")
     gather, quantizer = model.gather_sharded_state_dict_for_save, FineGrainedFP8HfQuantizer(config)
-    given = options.get("state_dict")  # which transformers takes from a quantizer, where one is
-    own = {"saves_frozen_experts": True, "get_state_dict_and_metadata": lambda _: (given, {})}
-    vars(quantizer).update(own)
+    vars(quantizer)["get_state_dict_and_metadata"] = lambda _: (given, {})
 
     def gathered(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The state as files have it, made of bytes, which are made of weights that learn."""
-        state = dict(gather(*args, **kwargs))
-        if resumes:
-            return state
-        state = {plain_name(key): t for key, t in state.items()}
-        for key in [*state]:
-            name, _, w = key.rpartition(".")
-            form, is_kept = forms.get(name), key + SCALE in state
-            if form and w in weight_names(experts[name]):
-                t, scale = state.pop(key), state.pop(key + SCALE, None)
-                if is_kept and key in model.all_tied_weights_keys:
-                    scale = scale.clone()  # transformers reads them, and ties numbers alone
-                parts = (t, scale) if is_kept else _quantized(experts[name], t, form)
-                state |= in_file(key, form, parts, config)
+        """The state as files have it; by the model's names if a run is to go on."""
+        found: Any = gather(*args, **kwargs)
+        state: dict[str, Any] = {}
+        for key, t in found.items():
+            name = plain_name(key)
+            own = key if resumes else name
+            if name in few:
+                (module, form), scale = few[name], found.get(key + SCALE)
+                parts = (t, scale) if t.dtype.itemsize == 1 else _quantized(module, t, form)
+                if name in model.all_tied_weights_keys:
+                    parts = parts[0], parts[1].clone()  # transformers ties numbers alone
+                state |= in_file(own, form, parts, None if resumes else config)
+            elif name.removesuffix(SCALE) not in few:
+                state[own] = t
         return state
 
-    of_model = {
+    of_model |= {
         "hf_quantizer": quantizer,
         "_weight_conversions": conversions,
         "gather_sharded_state_dict_for_save": gathered,
     }
     with for_now(model, of_model), for_now(model.config, {"quantization_config": config}):
-        return save()
+        return saves(*args, **kwargs)  # type: ignore[no-any-return]
 
-
-_save.saves_experts = True  # type: ignore[attr-defined]  # as modules ask
 
 # --- how experts are handed over -----------------------------------------------------------------
 
