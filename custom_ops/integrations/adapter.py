@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
 from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.quantized.keep import KEPT, SCALE, Weights, keep_weight, local_part
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Recipe
 
 Write = Callable[["Changes"], None]
@@ -208,13 +209,15 @@ class Changes:
 
 
 @torch.no_grad()
-def keep_both(changes: Changes, module: nn.Module, name: str, recipe: Recipe | None) -> None:
-    """Keep a weight in high precision and FP8.
+def keep_both(changes: Changes, module: nn.Module, name: str, recipe: Any) -> None:
+    """Keep a weight in high precision and FP8, unless it is kept so.
 
     It stays the same object where torch can do that, so that an optimizer which has it steps it.
     Its gradient and the attributes that others have set stay, too.
     """
-    old = module.get_parameter(name)
+    old: Any = module.get_parameter(name)
+    if isinstance(old, GroupedTensorWithMaster) and old.recipe.weight == recipe.weight:
+        return
     if old in changes.first:  # tied weights stay tied
         other, of_other = changes.first[old]
         setattr(module, name, other.get_parameter(of_other))

@@ -192,50 +192,59 @@ def plan(experts: Any, name: str, request: Request) -> Write:
             "(a checkpoint: dequantize=True in its quantization config) and convert that"
         )
     check_activation(where, experts, save_gate_up_in_fp8)
+    if not _asks_interface(experts):
+        raise ValueError(
+            f"{where} has a forward of its own, as Liger's kernels give it, which would hide the "
+            "new one: convert a model without it"
+        )
     if experts.config._experts_implementation == "deepgemm_megamoe":
         raise ValueError(
             f"{where}: transformers' deepgemm_megamoe has rearranged the weights: load the model "
             "with another experts_implementation"
         )
     names = weight_names(experts)
-    if kept_as is None:
-        check_weights(where, ((w, getattr(experts, w)) for w in names))
-    else:
+    if kept_as is not None:
         check_recipe_reads(where, request.recipe, kept_as)
-        for w in names:
+    for w in names:
+        if kept_as is None:
+            check_weights(where, [(w, getattr(experts, w))])
+        else:
             kept = kept_weight(where, experts, w).each(local_part)
             check_sizes(where, w, list(kept.stand_in.shape))
-    if weights is not None:
-        check_replaceable(where, experts, names)
-    for w in names if kept_as is None else ():
-        K = getattr(experts, w).size(-2 if experts.is_transposed else -1)
+        K = shape_of(experts, w)[-1]
         check_mx_blocks(where, request.recipe, weights, **{f"in_features of {w}": K})
-    if weights == "both":
-        _check_can_keep_both(where, experts)
     freezes = weights in STORAGES and not frozen_of(experts)
-    if freezes:
-        _check_can_freeze(where, experts, request)
+    if weights == "both" or freezes:
+        _check_can_keep(where, experts, request)
 
     def write(changes: Changes) -> None:
-        compute_here(experts, request.recipe, save_gate_up_in_fp8)
+        recipe: Any = request.recipe
+        compute_here(experts, recipe, save_gate_up_in_fp8)
         for w in names:
-            p: Any = getattr(experts, w)
             if weights == "both":
-                if not isinstance(p, GroupedTensorWithMaster) or p.recipe.weight != weight_format:
-                    keep_both(changes, experts, w, own)
+                keep_both(
+                    changes, experts, w, recipe.transposed if experts.is_transposed else recipe
+                )
             elif freezes:
-                dtype = dtype_of_kept(experts, w)
+                p, dtype = getattr(experts, w), dtype_of_kept(experts, w)
                 if isinstance(experts, FP8Experts):  # in the memory that they have
                     p = kept_weight("convert", experts, w)[:2]
                 elif experts.is_transposed:
                     p = p.mT
                 freeze(changes, experts, w, p, request, dtype)
 
-    own = request.recipe  # of a weight as it is kept
-    if own is not None and experts.is_transposed:
-        own = own.transposed
-    weight_format = None if own is None else own.weight
     return write
+
+
+def _asks_interface(experts: Any) -> bool:
+    """Whether calls come to the class's forward, or to transformers' expert parallelism.
+
+    accelerate's hooks and torch.compile keep what they wrap.
+    """
+    of_class: Any = type(experts).forward
+    inside = inspect.unwrap(experts.forward, stop=lambda f: getattr(f, "__func__", f) is of_class)
+    is_parallel = str(inside.__module__).startswith("transformers.distributed.")
+    return getattr(inside, "__func__", inside) is of_class or is_parallel
 
 
 def compute_here(experts: Any, recipe: Recipe | None, save_gate_up_in_fp8: bool) -> None:
@@ -317,21 +326,11 @@ def _check_saves(name: str) -> None:
         )
 
 
-def _check_can_keep_both(where: str, experts: Any) -> None:
-    """Raise ValueError for weights that are distributed or have no numbers yet."""
-    for name in weight_names(experts):
-        w = getattr(experts, name)
-        if is_dtensor(w) or w.is_meta:
-            what = "is sharded" if is_dtensor(w) else "is on the meta device"
-            raise ValueError(
-                f"{where}: {name} {what}: convert with weights='both' a model that is loaded, "
-                "before it is sharded"
-            )
-
-
-def _check_can_freeze(where: str, experts: Any, request: Request) -> None:
-    """Raise ValueError for experts that few bits do not hold, or that have no whole ones here."""
-    if ".modules_to_save." in where or where.endswith(".original_module"):
+def _check_can_keep(where: str, experts: Any, request: Request) -> None:
+    """Raise ValueError for weights that cannot be replaced, or that ``weights`` does not hold."""
+    names, freezes = weight_names(experts), request.weights in STORAGES
+    check_replaceable(where, experts, names)
+    if freezes and (".modules_to_save." in where or where.endswith(".original_module")):
         raise ValueError(
             f"{where} is in PEFT's modules_to_save and learns whole, as no frozen weight does: use "
             "weights='both' or None"
@@ -342,21 +341,18 @@ def _check_can_freeze(where: str, experts: Any, request: Request) -> None:
             "out_features, in_features], as checkpoints in FP8 have them: use weights='mxfp4', "
             "'both' or None"
         )
-    for name in weight_names(experts):
+    for name in names:
         w = getattr(experts, name)
         if w.is_meta and not request.before_loading:
             reason = "is on the meta device, it has no numbers yet: load the checkpoint before"
             if hasattr(experts, "_hf_hook"):
-                reason = (
-                    "is offloaded by accelerate: load the model without offloading its experts, "
-                    "which take half of the memory in FP8, a quarter in MXFP4"
-                )
+                reason = "is offloaded by accelerate: load the model without offloading its experts"
             raise ValueError(f"{where}: {name} {reason}")
         if not is_dtensor(w):
             continue
         fsdp = importlib.import_module("torch.distributed.fsdp").FSDPModule
-        if any(isinstance(module, fsdp) for module in request.model.modules()):
-            raise ValueError(f"{where}: {name} is sharded by FSDP: convert before fully_shard")
+        if not freezes or any(isinstance(module, fsdp) for module in request.model.modules()):
+            raise ValueError(f"{where}: {name} is sharded: convert before fully_shard")
         if not is_by_experts(w):
             raise ValueError(
                 f"{where}: {name} is split inside of each expert, {w.placements}: distribute "
@@ -513,6 +509,15 @@ def storage_of(experts: Any) -> str | None:
     if scale is None:
         return None
     return "mxfp4" if scale.size(1) == experts.hidden_dim else "fp8"  # for each row, or for 128
+
+
+def shape_of(experts: Any, name: str) -> torch.Size:
+    """[E, N, K] of a weight of experts, of all processes together, however it is kept."""
+    own, kept_as = getattr(experts, name), storage_of(experts)
+    if kept_as is not None:
+        return torch.Size((*own.shape[:2], own.size(2) * STORAGES[kept_as].per_entry))
+    shape: torch.Size = own.mT.shape if experts.is_transposed else own.shape
+    return shape
 
 
 def dtype_of_kept(experts: Any, name: str) -> torch.dtype:

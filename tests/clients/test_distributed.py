@@ -314,7 +314,7 @@ def compare_logits(model: Any, expected: Tensor) -> None:
 def check_refused(rank: int, directory: Path) -> None:
     path, name = prepare(rank, directory), "grouped_linear_fp8"
     sharded = load(path, name, **FSDP, **EP)
-    with pytest.raises(ValueError, match="is sharded by FSDP: convert before fully_shard"):
+    with pytest.raises(ValueError, match="is sharded: convert before fully_shard"):
         convert(sharded, weights="fp8")
     with pytest.raises(ValueError, match="is sharded: convert with weights='both' a model that is"):
         convert(sharded, Float8BlockScaling(), weights="both")

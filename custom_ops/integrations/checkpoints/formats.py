@@ -33,7 +33,7 @@ from grouped_linear.integrations.transformers import (
     FILES,
     options_of,
     same_activation,
-    storage_of,
+    shape_of,
     weight_names,
 )
 from grouped_linear.integrations.wrappers import named_unwrapped
@@ -245,15 +245,6 @@ def as_saved(model: Any, conversions: list[Any], state: dict[str, Tensor]) -> di
     with for_now(model, {"_weight_conversions": conversions}):
         saved: dict[str, Tensor] = revert_weight_conversion(model, state)
     return saved
-
-
-def shape_of(experts: Any, name: str) -> torch.Size:
-    """[E, N, K] of a weight of experts, of all processes together, however it is kept."""
-    own, kept_as = getattr(experts, name), storage_of(experts)
-    if kept_as is not None:
-        return torch.Size((*own.shape[:2], own.size(2) * STORAGES[kept_as].per_entry))
-    shape: torch.Size = own.mT.shape if experts.is_transposed else own.shape
-    return shape
 
 
 def empty_bytes(shape: torch.Size, kept_as: str) -> Parts:

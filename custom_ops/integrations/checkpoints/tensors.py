@@ -24,13 +24,13 @@ from grouped_linear.integrations.checkpoints.formats import (
     for_now,
     in_file,
     recipe_of_blocks,
-    shape_of,
 )
 from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.transformers import (
     SAVES,
     kept_weight,
     options_of,
+    shape_of,
     storage_of,
     weight_names,
 )
