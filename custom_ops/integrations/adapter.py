@@ -209,13 +209,14 @@ class Changes:
 
 
 @torch.no_grad()
-def keep_both(changes: Changes, module: nn.Module, name: str, recipe: Any) -> None:
+def keep_both(changes: Changes, module: Any, name: str, recipe: Any) -> None:
     """Keep a weight in high precision and FP8, unless it is kept so.
 
     It stays the same object where torch can do that, so that an optimizer which has it steps it.
     Its gradient and the attributes that others have set stay, too.
     """
     old: Any = module.get_parameter(name)
+    recipe = recipe.transposed if module.is_transposed else recipe
     if isinstance(old, GroupedTensorWithMaster) and old.recipe.weight == recipe.weight:
         return
     if old in changes.first:  # tied weights stay tied
@@ -237,25 +238,28 @@ def keep_both(changes: Changes, module: nn.Module, name: str, recipe: Any) -> No
 
 
 @torch.no_grad()
-def freeze(
-    changes: Changes, module: Any, name: str, weight: Any, request: Request, dtype: torch.dtype
-) -> None:
-    """Freeze a parameter, as ``KeepsFrozen.freeze`` does. It keeps attributes that others set."""
-    old: nn.Parameter = module.get_parameter(name)
+def freeze(changes: Changes, module: Any, name: str, request: Request, *loaded: Any) -> None:
+    """Freeze a parameter, or numbers and scales that a checkpoint has, of a weight of this dtype.
+
+    It keeps attributes that others set.
+    """
+    old = module.get_parameter(name)
     other, of_other = changes.first.setdefault(old, (module, name))
-    if other is module:
-        attributes = _set_by_others(old)
-        module.freeze(name, weight, request.recipe, dtype, weights=request.weights)
-        vars(module.get_parameter(name)).update(attributes)
-    else:  # tied weights stay tied
+    if other is not module:  # tied weights stay tied
         module._frozen = {**module._frozen, name: other._frozen[of_other]}
         for part in ("", SCALE):
             module.register_parameter(name + part, other.get_parameter(of_other + part))
-    if not isinstance(weight, Tensor):  # numbers that a checkpoint has
         return
-    changes.replaced.extend([weakref.ref(old)] if old.requires_grad and other is module else [])
-    if not weight.is_meta:
-        squares = module.squared_error(name, weight)
+    w = old.mT if module.is_transposed else old
+    weight, dtype = loaded or (w, w.dtype)
+    attributes = _set_by_others(old)
+    module.freeze(name, weight, request.recipe, dtype, weights=request.weights)
+    vars(module.get_parameter(name)).update(attributes)
+    if loaded:
+        return
+    changes.replaced.extend([weakref.ref(old)] if old.requires_grad else [])
+    if not w.is_meta:
+        squares = module.squared_error(name, w)
         changes.squares[module] = squares + changes.squares.get(module, 0)
 
 

@@ -51,17 +51,11 @@ GPT_OSS_ALPHA = 1.702  # torchtitan has the number in its code, and swiglu_limit
 # torchtitan's type checking of distributed programs (debug.spmd_typechecking) has to be told what
 # an autograd Function does. The layers' Functions are local: a result differs between processes
 # where an input does. Functions of grouped_linear.parallel communicate, and are left out.
-LOCAL_FUNCTIONS = (
-    GroupedLinearFunction,
-    GroupedMLPFunction,
-    GatherFunction,
-    CombineFunction,
-    DeferredWgrad,
-)
 if find_spec("spmd_types") is not None:
-    spmd_types: Any = import_module("spmd_types")
-    for function in LOCAL_FUNCTIONS:
-        spmd_types.register_local_autograd_function(function)
+    local: Any = import_module("spmd_types").register_local_autograd_function
+    of_layers = GroupedLinearFunction, GroupedMLPFunction, DeferredWgrad
+    for function in (*of_layers, GatherFunction, CombineFunction):
+        local(function)
 
 
 class TitanExperts(Converted):
@@ -204,8 +198,8 @@ def plan(module: Any, form: Form, name: str, request: Request) -> Write:
     check_weights(where, ((name, as_matrices(module.get_parameter(name))) for name in form.weights))
     if getattr(module, "_parallelized", False):
         raise ValueError(f"{where}: torchtitan has parallelized it already: convert before")
-    if "forward" in vars(module):
-        raise ValueError(f"{where} has a forward of its own, which would hide the new one")
+    for own in {"forward", "_grouped_mm"} & vars(module).keys():
+        raise ValueError(f"{where} has a {own} of its own, which would hide the new one")
     seam = _owner(class_before(module), "_grouped_mm")
     if seam.__name__ != "GroupedExperts":
         raise ValueError(
@@ -235,21 +229,20 @@ def plan(module: Any, form: Form, name: str, request: Request) -> Write:
         K = module.get_parameter(name).size(-1)
         check_mx_blocks(where, recipe, weights, **{f"in_features of {name}": K})
 
+    given = recipe, len(parameters[0]), parameters[0].device
+    states: Any = [new_state(*given) for _ in form.weights]
+    parameters.clear()  # a parameter that somebody holds is warned of
+
     def write(changes: Changes) -> None:
         convert_class(module, form.kind)
         vars(module)["recipe"] = recipe
-        if recipe is not None and recipe.has_state:
-            states = (
-                new_state(recipe, len(parameters[0]), parameters[0].device) for _ in form.weights
-            )
-            module.scaling_states = nn.ModuleList(state for state in states if state is not None)
-        parameters.clear()  # a parameter that somebody holds is warned of
+        if states[0] is not None:
+            module.scaling_states = nn.ModuleList(states)
         for w in form.weights if weights is not None else ():
             if weights == "both":
                 keep_both(changes, module, w, recipe)
             else:
-                p = module.get_parameter(w)
-                freeze(changes, module, w, p, request, p.dtype)
+                freeze(changes, module, w, request)
 
     return write
 

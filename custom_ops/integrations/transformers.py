@@ -89,11 +89,8 @@ def register(
 ) -> None:
     """Make ``model.set_experts_implementation(name)`` compute experts with grouped_linear.
 
-    Any model that uses transformers' experts interface then accepts this name, also in
-    ``from_pretrained(..., experts_implementation=name)``. The experts keep their parameters,
-    activation, biases and layouts. Training, inference, ``generate`` and ``torch.compile`` all
-    work. A name always means the options it was registered with, so models with different ones can
-    be used side by side. A quantizing recipe quantizes all experts in every call;
+    So does ``from_pretrained(..., experts_implementation=name)``. A name always means the options
+    it was registered with. A quantizing recipe quantizes all experts in every call;
     :func:`grouped_linear.convert` with ``weights`` does once, or once a step. Experts that
     ``convert`` was given stay as it made them, whatever name is set.
 
@@ -109,8 +106,8 @@ def register(
             one of its activations then raise ValueError when they are called.
 
     Raises:
-        ValueError: for a recipe with a state (``DelayedScaling``), which a function cannot keep,
-            and for a name that is registered with other options or another implementation.
+        ValueError: for a recipe with a state (``DelayedScaling``), and for a name that is
+            registered with other options or another implementation.
 
     >>> import torch
     >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -218,20 +215,15 @@ def plan(experts: Any, name: str, request: Request) -> Write:
         _check_can_keep(where, experts, request)
 
     def write(changes: Changes) -> None:
-        recipe: Any = request.recipe
-        compute_here(experts, recipe, save_gate_up_in_fp8)
+        compute_here(experts, request.recipe, save_gate_up_in_fp8)
         for w in names:
             if weights == "both":
-                keep_both(
-                    changes, experts, w, recipe.transposed if experts.is_transposed else recipe
-                )
+                keep_both(changes, experts, w, request.recipe)
+            elif freezes and kept_as is not None:  # in the memory that they have
+                kept = kept_weight("convert", experts, w)[:2]
+                freeze(changes, experts, w, request, kept, dtype_of_kept(experts, w))
             elif freezes:
-                p, dtype = getattr(experts, w), dtype_of_kept(experts, w)
-                if isinstance(experts, FP8Experts):  # in the memory that they have
-                    p = kept_weight("convert", experts, w)[:2]
-                elif experts.is_transposed:
-                    p = p.mT
-                freeze(changes, experts, w, p, request, dtype)
+                freeze(changes, experts, w, request)
 
     return write
 
@@ -404,14 +396,10 @@ def experts_forward(
     routing = ops.sort_by_expert(top_k_index, experts.num_experts)
     m_splits_E = routing.offs.diff(prepend=routing.offs.new_zeros(1))
 
-    def layer(x: Tensor, name: str) -> Tensor:
-        given = projection(name)
-        return apply_linear(x, m_splits_E, given)
-
     x_RH = GatherFunction.apply(hidden_states, *routing)
-    gate_up_RG = layer(x_RH, names[0])
+    gate_up_RG = apply_linear(x_RH, m_splits_E, projection(names[0]))
     h_RF = experts._apply_gate(gate_up_RG) if experts.has_gate else experts.act_fn(gate_up_RG)
-    y_RH = layer(h_RF, names[1])
+    y_RH = apply_linear(h_RF, m_splits_E, projection(names[1]))
     if experts.has_post_expert_norm:
         y_RH = experts.post_expert_norm(y_RH)
     out_TH: Tensor = CombineFunction.apply(y_RH, top_k_weights, *routing)
