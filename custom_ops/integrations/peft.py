@@ -55,12 +55,8 @@ def use_grouped_adapters(model: nn.Module, *, dropout: float | None = None) -> t
     Call it once, after ``get_peft_model`` or ``PeftModel.from_pretrained``.
     :func:`grouped_linear.convert` does the same for adapters that the model has already. Adapters
     that are added later to the same parameters compute this way too. Everything else stays PEFT's:
-    names, shapes and files of adapters, which plain PEFT loads; ranks and alphas by pattern;
-    several active adapters; ``set_adapter``, ``disable_adapter``, ``merge_adapter`` and
-    ``merge_and_unload``. Adapters on other modules are left alone.
-
-    Weights in FP8 stay as they are: ``merge_adapter`` and ``merge_and_unload`` raise ValueError for
-    them. Load the model in 16 bits and the adapter beside it to merge.
+    names, shapes and files of adapters, ranks and alphas by pattern, several active adapters, and
+    merges, which weights in few bits refuse. Adapters on other modules are left alone.
 
     Args:
         model: a PeftModel, or another module with PEFT's layers, whose experts are converted.
@@ -117,10 +113,8 @@ def for_packed_experts(config: peft.LoraConfig) -> peft.LoraConfig:
     PEFT reads an adapter's sizes and dtype off the weight, whose parameter holds bytes. A byte of
     MXFP4 is two numbers, so such experts need this call. Over FP8 it matters with
     ``autocast_adapter_dtype=False`` alone: adapters then have the model's 16 bits, not float32.
-    This names another class for adapters on experts, by the method for custom modules that PEFT
-    documents. Names, shapes and files are those of adapters on the same model in 16 bits. Give the
-    result to ``get_peft_model``, then call :func:`use_grouped_adapters`. Adapters of a file need
-    it, too::
+    Names, shapes and files are those of adapters on the same model in 16 bits. Give the result to
+    ``get_peft_model``, then call :func:`use_grouped_adapters`. Adapters of a file need it, too::
 
         config = for_packed_experts(LoraConfig.from_pretrained(path))
         model = PeftModel.from_pretrained(model, path, config=config)

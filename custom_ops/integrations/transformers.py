@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -82,6 +83,8 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMER
 
 #: The experts implementation that the configurations of converted experts name.
 CONVERTED = "grouped_linear.convert"
+#: By the other names of implementations the recipe and save_gate_up_in_fp8 of their experts.
+OPTIONS: dict[str, tuple[Recipe | None, bool]] = {}
 
 
 def register(
@@ -125,22 +128,17 @@ def register(
     check_recipe("register", recipe)
     check_flags("register", save_gate_up_in_fp8=save_gate_up_in_fp8)
     _check_stateless("register", recipe)
-    function: Any = partial(experts_forward, recipe=recipe, save_gate_up_in_fp8=save_gate_up_in_fp8)
+    options = recipe, save_gate_up_in_fp8
     taken = {"eager", *ALL_EXPERTS_FUNCTIONS, *ALL_FP8_EXPERTS_FUNCTIONS}
-    if name in taken and _options_of_name(name) != function.keywords:
+    if name in taken and OPTIONS.get(name) != options:
         raise ValueError(f"register: {name!r} names another experts implementation already")
-    _register(name, function)
+    OPTIONS[name] = options
+    _register(name)
 
 
-def _register(name: str, function: Any) -> None:
+def _register(name: str) -> None:
     for interface in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
-        interface.register(name, function)
-
-
-def _options_of_name(name: Any) -> dict[str, Any] | None:
-    """The options that a name is registered with, if it is one of grouped_linear's."""
-    function: Any = ALL_EXPERTS_FUNCTIONS.get(name)
-    return function.keywords if getattr(function, "func", None) is experts_forward else None
+        interface.register(name, experts_forward)
 
 
 def options_of(experts: Any) -> tuple[Recipe | None, bool] | None:
@@ -148,8 +146,12 @@ def options_of(experts: Any) -> tuple[Recipe | None, bool] | None:
     name = experts.config._experts_implementation
     if name == CONVERTED:
         return experts.recipe, experts.save_gate_up_in_fp8
-    options = _options_of_name(name)
-    return None if options is None else (options["recipe"], options["save_gate_up_in_fp8"])
+    return OPTIONS.get(name)
+
+
+def recipe_of(experts: Any) -> Recipe | None:
+    """The recipe of experts that compute here; None of all others."""
+    return (options_of(experts) or (None,))[0]
 
 
 def _check_stateless(op: str, recipe: Recipe | None) -> None:
@@ -189,7 +191,8 @@ def plan(experts: Any, name: str, request: Request) -> Write:
             "(a checkpoint: dequantize=True in its quantization config) and convert that"
         )
     check_activation(where, experts, save_gate_up_in_fp8)
-    if not _asks_interface(experts):
+    own = vars(experts).get("forward")  # functions around the class's are accelerate's hooks, too
+    if isinstance(own, MethodType) and own.__func__ is not type(experts).forward:
         raise ValueError(
             f"{where} has a forward of its own, as Liger's kernels give it, which would hide the "
             "new one: convert a model without it"
@@ -226,17 +229,6 @@ def plan(experts: Any, name: str, request: Request) -> Write:
                 freeze(changes, experts, w, request)
 
     return write
-
-
-def _asks_interface(experts: Any) -> bool:
-    """Whether calls come to the class's forward, or to transformers' expert parallelism.
-
-    accelerate's hooks and torch.compile keep what they wrap.
-    """
-    of_class: Any = type(experts).forward
-    inside = inspect.unwrap(experts.forward, stop=lambda f: getattr(f, "__func__", f) is of_class)
-    is_parallel = str(inside.__module__).startswith("transformers.distributed.")
-    return getattr(inside, "__func__", inside) is of_class or is_parallel
 
 
 def compute_here(experts: Any, recipe: Recipe | None, save_gate_up_in_fp8: bool) -> None:
@@ -361,8 +353,6 @@ def experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     *,
-    recipe: Recipe | None,
-    save_gate_up_in_fp8: bool,
     lora: Mapping[str, LoraWeights] | None = None,
 ) -> Tensor:
     """The function that transformers calls in place of an experts module's forward.
@@ -372,7 +362,7 @@ def experts_forward(
     choices [T, C] of tokens [T, H] E is another process's expert and adds nothing. ``lora`` is by
     a weight's name, as of [E, N, K].
     """
-    lora = lora or {}
+    (recipe, save_gate_up_in_fp8), lora = cast(Any, options_of(experts)), lora or {}
     if "parametrizations" in experts._modules and not torch.compiler.is_compiling():
         _warn_of_adapters(experts)
 
@@ -406,13 +396,7 @@ def experts_forward(
     return out_TH.to(hidden_states.dtype)
 
 
-def converted_forward(experts: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of converted experts, by their own options."""
-    kwargs |= {"recipe": experts.recipe, "save_gate_up_in_fp8": experts.save_gate_up_in_fp8}
-    return experts_forward(experts, *args, **kwargs)
-
-
-_register(CONVERTED, converted_forward)
+_register(CONVERTED)
 
 
 def _warn_of_adapters(experts: Any) -> None:

@@ -31,7 +31,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from grouped_linear.integrations.transformers import (
     FILES,
-    options_of,
+    recipe_of,
     same_activation,
     shape_of,
     weight_names,
@@ -146,7 +146,7 @@ def _named_with_scales(
 
 def recipe_of_blocks(experts: Any) -> Recipe:
     """The recipe that quantizes experts in high precision to FP8 blocks: theirs, or the default."""
-    recipe, _ = options_of(experts) or (None, False)
+    recipe = recipe_of(experts)
     return recipe if recipe is not None and recipe.weight.in_blocks else Float8BlockScaling()
 
 

@@ -29,7 +29,7 @@ from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.transformers import (
     SAVES,
     kept_weight,
-    options_of,
+    recipe_of,
     shape_of,
     storage_of,
     weight_names,
@@ -64,9 +64,9 @@ class CheckpointTensors:
     Iteration gives pairs of name and whole tensor. Experts have the bits that training multiplies:
     e4m3 numbers ``...weight`` and float32 scales ``...weight_scale_inv`` of 128 x 128 blocks, as
     DeepSeek-V3; MXFP4 as DeepSeek-V4, int8 codes and E8M0 scales, or as GPT-OSS, ``..._blocks`` and
-    ``..._scales``; or numbers of 16 bits. All other weights come as the model has them, tied ones
-    once. It is what vLLM calls a ``WeightSource``: :meth:`metadata` and iteration agree element for
-    element, and each iteration reads the numbers of its moment. Make another one after ``convert``.
+    ``..._scales``; or numbers of 16 bits. Tied weights come once. It is what vLLM calls a
+    ``WeightSource``: :meth:`metadata` and iteration agree element for element, and each iteration
+    reads the numbers of its moment. Make another one after ``convert``.
 
     Of a sharded model (FSDP2, transformers' ``DistributedConfig``) every process iterates to the
     end, and has every tensor: a layer is gathered at a time. Elsewhere tensors are views of the
@@ -74,18 +74,17 @@ class CheckpointTensors:
 
     Args:
         model: a transformers model.
-        weights: how experts are handed over. None: as training multiplies them, in FP8 blocks
-            under ``Float8BlockScaling``, in MXFP4 where they learn or are frozen in it, else as
-            they are. ``"fp8"`` and ``"mxfp4"`` quantize experts that training multiplies in 16
-            bits or another form; ``"bf16"`` has experts that learn in bfloat16.
+        weights: how experts are handed over. None: as training multiplies them. ``"fp8"`` and
+            ``"mxfp4"`` quantize experts that training multiplies in 16 bits or another form;
+            ``"bf16"`` has experts that learn in bfloat16.
 
     Attributes:
         quantization_config: the entry of this checkpoint's ``config.json``; None in 16 bits.
 
     Raises:
         ValueError: for experts that the format cannot hold, as those with biases in FP8; for
-            adapters beside weights, and weights without numbers; for frozen weights, or weights
-            that learn in MXFP4, in another format.
+            adapters beside weights, and weights without numbers; for experts in few bits, in other
+            ones.
 
     >>> from grouped_linear import Float8BlockScaling, convert
     >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -285,13 +284,13 @@ def _experts_of(model: nn.Module) -> dict[str, Any]:
 
 def _learns_in(experts: Any) -> str | None:
     """The few bits that training rounds a weight to which learns, "mxfp4", or None."""
-    recipe, _ = options_of(experts) or (None, False)
+    recipe = recipe_of(experts)
     return None if recipe is None else recipe.weight.qat
 
 
 def _form_of(name: str, experts: Any, weights: str | None) -> str | None:
     """How experts are handed over: "fp8", "mxfp4", "bf16", or None for as they are."""
-    recipe, _ = options_of(experts) or (None, False)
+    recipe = recipe_of(experts)
     format, kept_as = (recipe or UNQUANTIZED).weight, storage_of(experts)
     few = kept_as or _learns_in(experts)
     if weights not in (None, few) and (kept_as or (few and weights in STORAGES)):
