@@ -295,8 +295,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "features of Hugging Face experts": (
         lambda: mixtral(intermediate_size=72),
         {},
-        "last.model.layers.0.mlp.experts: down_proj is [4, 32, 72], and kernels take in_features "
-        "and out_features that are positive multiples of 16",
+        "last.model.layers.0.mlp.experts: in_features of down_proj must be a positive multiple of "
+        "16, got 72",
     ),
     "another forward": (
         patched,
@@ -312,7 +312,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "number of experts": (
         lambda: GroupedExperts(1025, H, 16),
         {},
-        "last: w1_EFD is [1025, 16, 32], and kernels take 1 to 1024 experts",
+        "last: experts of w1_EFD must be between 1 and 1024, got 1025",
     ),
     "on the meta device, in both precisions": (
         lambda: mixtral("meta"),

@@ -20,9 +20,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
+from grouped_linear.nn.checks import (
+    check_features,
+    check_mx_blocks,
+    check_num_groups,
+    check_parameters_dtype,
+)
 from grouped_linear.quantized.frozen import KeepsFrozen
-from grouped_linear.quantized.keep import KEPT, SCALE, Weights, keep_weight, local_part
+from grouped_linear.quantized.keep import KEPT, SCALE, Weights, keep_weight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Recipe
 
@@ -122,36 +127,25 @@ def _new_converted(*made_of: Any) -> nn.Module:
 # --- checks of weights ---------------------------------------------------------------------------
 
 
-def check_weights(where: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError for weights [E, N, K], or of one expert [N, K], that kernels do not take."""
-    for name, w in weights:
-        local = local_part(w)
-        if type(local).__torch_dispatch__ != Tensor.__torch_dispatch__ and not isinstance(
-            local, (*KEPT, FakeTensor)
-        ):
-            raise ValueError(
-                f"{where}: {name} is a {type(local).__module__}.{type(local).__name__}, whose "
-                "numbers no kernel here reads: convert the model before its experts are quantized, "
-                "and choose weights= for few bits"
-            )
-        if local.dtype not in ACTIVATIONS:
-            raise ValueError(
-                f"{where}: {name} must be bfloat16, float16 or float32, got "
-                f"{dtype_name(local.dtype)}"
-            )
-        check_sizes(where, name, list(local.shape))
-
-
-def check_sizes(where: str, name: str, shape: list[int]) -> None:
-    """Raise ValueError for a weight [E, N, K] or [N, K] of sizes that the kernels do not take."""
-    *groups, N, K = shape
-    if N <= 0 or K <= 0 or N % FEATURE_MULTIPLE or K % FEATURE_MULTIPLE:
+def check_weight(where: str, name: str, local: Any) -> None:
+    """Raise ValueError for a weight in high precision whose numbers kernels do not read."""
+    if type(local).__torch_dispatch__ != Tensor.__torch_dispatch__ and not isinstance(
+        local, (*KEPT, FakeTensor)
+    ):
         raise ValueError(
-            f"{where}: {name} is {shape}, and kernels take in_features and out_features that are "
-            f"positive multiples of {FEATURE_MULTIPLE}"
+            f"{where}: {name} is a {type(local).__module__}.{type(local).__name__}, whose numbers "
+            "no kernel here reads: convert the model before its experts are quantized, and choose "
+            "weights= for few bits"
         )
-    if groups and not 1 <= groups[0] <= MAX_GROUPS:
-        raise ValueError(f"{where}: {name} is {shape}, and kernels take 1 to {MAX_GROUPS} experts")
+    check_parameters_dtype(where, name, local.dtype)
+
+
+def check_sizes(where: str, name: str, shape: Iterable[int], request: Request) -> None:
+    """Raise ValueError for a weight [E, N, K] of sizes that kernels, or MXFP4, do not take."""
+    E, N, K = shape
+    check_num_groups(where, f"experts of {name}", E)
+    check_features(where, **{f"out_features of {name}": N, f"in_features of {name}": K})
+    check_mx_blocks(where, request.recipe, request.weights, **{f"in_features of {name}": K})
 
 
 def check_replaceable(where: str, module: nn.Module, names: Iterable[str]) -> None:

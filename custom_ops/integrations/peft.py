@@ -220,20 +220,17 @@ def _check_rank(where: str, rank: int) -> None:
 def _check_merge(where: str, layer: Any) -> None:
     """Raise ValueError for a layer whose weight an adapter cannot be added to."""
     base = layer.get_base_layer()
-    if isinstance(layer, lora.ParamWrapper):
-        w = layer.get_param()
-    elif type(base).__name__ == "FP8Linear":
-        w = base.weight
-    else:
+    is_linear = type(base).__name__ == "FP8Linear"
+    if not is_linear and not isinstance(layer, lora.ParamWrapper):
         return
+    w = base.weight if is_linear else layer.get_param()
     if is_dtensor(w):
         raise ValueError(
             f"{where} is sharded: save the adapter, and merge it in a model that is not"
         )
     if w.element_size() == 1:
-        kept_as = "mxfp4" if w.dtype == torch.int8 else "fp8"  # as transformers loads them
-        if frozen_of(base):
-            kept_as = frozen_of(base)[layer.parameter_name].weights
+        loaded = "mxfp4" if w.dtype == torch.int8 else "fp8"  # by transformers
+        kept_as = frozen_of(base)[layer.parameter_name].weights if frozen_of(base) else loaded
         raise ValueError(
             f"{where} is in {kept_as.upper()} and stays as it is: keep the adapter beside it, or "
             "merge it in the model in 16 bits (a checkpoint: dequantize=True in its quantization "

@@ -27,7 +27,8 @@ from grouped_linear.integrations.adapter import (
     Request,
     Write,
     check_replaceable,
-    check_weights,
+    check_sizes,
+    check_weight,
     class_before,
     convert_class,
     freeze,
@@ -35,7 +36,7 @@ from grouped_linear.integrations.adapter import (
     keep_both,
     where_in,
 )
-from grouped_linear.nn.checks import check_mx_blocks, check_parameter, check_whole
+from grouped_linear.nn.checks import check_parameter, check_whole
 from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.functional_mlp import apply_mlp_sorted
 from grouped_linear.ops.activation import SwiGLU
@@ -195,7 +196,9 @@ def plan(module: Any, form: Form, name: str, request: Request) -> Write:
     check_whole(where, parameters, "convert")
     if any(isinstance(p, KEPT) for p in parameters):
         raise ValueError(f"{where}: weights are in FP8 already: convert before they are quantized")
-    check_weights(where, ((name, as_matrices(module.get_parameter(name))) for name in form.weights))
+    for w, p in zip(form.weights, parameters, strict=False):
+        check_weight(where, w, p)
+        check_sizes(where, w, as_matrices(p).shape, request)
     if getattr(module, "_parallelized", False):
         raise ValueError(f"{where}: torchtitan has parallelized it already: convert before")
     for own in {"forward", "_grouped_mm"} & vars(module).keys():
@@ -225,9 +228,6 @@ def plan(module: Any, form: Form, name: str, request: Request) -> Write:
         )
     if weights is not None:
         check_replaceable(where, module, form.weights)
-    for name in form.weights:
-        K = module.get_parameter(name).size(-1)
-        check_mx_blocks(where, recipe, weights, **{f"in_features of {name}": K})
 
     given = recipe, len(parameters[0]), parameters[0].device
     states: Any = [new_state(*given) for _ in form.weights]

@@ -44,7 +44,7 @@ from grouped_linear.integrations.adapter import (
     Write,
     check_replaceable,
     check_sizes,
-    check_weights,
+    check_weight,
     class_before,
     convert_class,
     freeze,
@@ -52,7 +52,7 @@ from grouped_linear.integrations.adapter import (
     where_in,
 )
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, ceil_div, dtype_name
-from grouped_linear.nn.checks import check_flags, check_mx_blocks, check_recipe
+from grouped_linear.nn.checks import check_flags, check_recipe
 from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.functional_mlp import apply_mlp
 from grouped_linear.nn.lora import LoraWeights, adapter_of
@@ -206,13 +206,13 @@ def plan(experts: Any, name: str, request: Request) -> Write:
     if kept_as is not None:
         check_recipe_reads(where, request.recipe, kept_as)
     for w in names:
-        if kept_as is None:
-            check_weights(where, [(w, getattr(experts, w))])
+        local = local_part(getattr(experts, w))
+        if kept_as is not None:
+            local = kept_weight(where, experts, w).each(local_part).stand_in
         else:
-            kept = kept_weight(where, experts, w).each(local_part)
-            check_sizes(where, w, list(kept.stand_in.shape))
-        K = shape_of(experts, w)[-1]
-        check_mx_blocks(where, request.recipe, weights, **{f"in_features of {w}": K})
+            check_weight(where, w, local)
+            local = local.mT if experts.is_transposed else local
+        check_sizes(where, w, local.shape, request)
     freezes = weights in STORAGES and not frozen_of(experts)
     if weights == "both" or freezes:
         _check_can_keep(where, experts, request)

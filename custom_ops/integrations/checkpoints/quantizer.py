@@ -260,8 +260,7 @@ class GroupedLinearQuantizer(HfQuantizer):
         if self._reads_as_is:
             self.report = carry_out(self._request)
         for module in self._experts.values():
-            if frozen_of(module):
-                module._guard()
+            module._guard()
         self._experts, self._packed, self._request, self._plain = {}, {}, None, None
 
 

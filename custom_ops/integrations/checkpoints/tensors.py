@@ -125,11 +125,7 @@ class CheckpointTensors:
             remedy = "" if no_way else ": weights='bf16' hands experts over in 16 bits"
             raise ValueError(f"{OP}: {obstacle}{remedy}")
         self.quantization_config = self._config and self._config.to_dict()
-        self._experts = {
-            f"{name}.{w}": (module, w, forms[name])
-            for name, module in experts.items()
-            for w in weight_names(module)
-        }
+        self._experts = _weights_of(experts, forms)
 
     def metadata(self) -> list[TensorMeta]:
         """The name, dtype and whole shape of each tensor, in the order of iteration.
@@ -226,8 +222,7 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         raise ValueError(
             f"{op}: {obstacle}: save {high}the model before it is converted, or its state_dict()"
         )
-    in_few = ((name, m, form) for name, m in experts.items() if (form := forms[name]) is not None)
-    few = {f"{name}.{w}": (m, form) for name, m, form in in_few for w in weight_names(m)}
+    few = {key: of for key, of in _weights_of(experts, forms).items() if of[2] is not None}
     given: Any = options.get("state_dict")
     for key, t in (given or {}).items():
         if plain_name(key) in few and t.dtype.itemsize == 1 and key + SCALE not in given:
@@ -243,7 +238,7 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             name = plain_name(key)
             own = key if resumes else name
             if name in few:
-                (module, form), scale = few[name], found.get(key + SCALE)
+                (module, _, form), scale = few[name], found.get(key + SCALE)
                 parts = (t, scale) if t.dtype.itemsize == 1 else _quantized(module, t, form)
                 if name in model.all_tied_weights_keys:
                     parts = parts[0], parts[1].clone()  # transformers ties numbers alone
@@ -282,10 +277,15 @@ def _experts_of(model: nn.Module) -> dict[str, Any]:
     return {name: m for name, m in named_unwrapped(model, False) if goes_through_interface(m)}
 
 
+def _weights_of(experts: dict[str, Any], forms: dict[str, Any]) -> dict[str, tuple[Any, str, Any]]:
+    """The modules of weights, their names there and their forms, by their names in checkpoints."""
+    named = ((name, module, w) for name, module in experts.items() for w in weight_names(module))
+    return {f"{name}.{w}": (module, w, forms[name]) for name, module, w in named}
+
+
 def _learns_in(experts: Any) -> str | None:
     """The few bits that training rounds a weight to which learns, "mxfp4", or None."""
-    recipe = recipe_of(experts)
-    return None if recipe is None else recipe.weight.qat
+    return (recipe_of(experts) or UNQUANTIZED).weight.qat
 
 
 def _form_of(name: str, experts: Any, weights: str | None) -> str | None:
