@@ -24,8 +24,8 @@ from grouped_linear.integrations.adapter import class_before
 from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.transformers import (
     dtype_of_kept,
-    kept_weight,
     options_of,
+    shape_of,
     storage_of,
     weight_names,
 )
@@ -147,8 +147,38 @@ def _wrapper_of_packed(target: Any, adapter: str, **kwargs: Any) -> "ParamWrappe
 
 def check_adapters(op: str, model: nn.Module) -> None:
     """Raise ValueError for adapters on experts that cannot be grouped; ``op`` begins it."""
-    for name, wrapper in _wrappers_of_experts(model):
-        _check(f"{op}: {name}", wrapper)
+    for of_parameter, wrapper in _wrappers_of_experts(model):
+        where, experts = f"{op}: {of_parameter}", wrapper.get_base_layer()
+        name = wrapper.parameter_name
+        if type(wrapper) not in (lora.ParamWrapper, ParamWrapper) or "forward" in vars(wrapper):
+            raise ValueError(
+                f"{where}: this {type(wrapper).__name__} has another forward than PEFT's, which "
+                "would hide the new forward"
+            )
+        if name not in weight_names(experts):
+            raise ValueError(
+                f"{where}: {class_before(experts).__name__} has adapters on {name}, and only its "
+                f"weights {' and '.join(weight_names(experts))} take some here"
+            )
+        if is_dtensor(getattr(experts, name)):
+            raise ValueError(
+                f"{where} is sharded, and its adapters are not: use adapters before the model is "
+                "sharded by FSDP2, and without DistributedConfig"
+            )
+        if storage_of(experts) == "mxfp4" and not isinstance(wrapper, ParamWrapper):
+            raise ValueError(
+                f"{where} is in MXFP4, and PEFT reads the adapter's sizes off its bytes: give "
+                "get_peft_model for_packed_experts(config)"
+            )
+        for adapter in wrapper.lora_A:
+            of_adapter = f"{where}: the adapter {adapter!r}"
+            for factor in (wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight):
+                if factor.dtype not in ACTIVATIONS:
+                    raise ValueError(
+                        f"{of_adapter} must be bfloat16, float16 or float32, got "
+                        f"{dtype_name(factor.dtype)}: leave autocast_adapter_dtype=True"
+                    )
+            _check_rank(of_adapter, wrapper.r[adapter])
 
 
 def group_adapters(model: nn.Module) -> None:
@@ -178,38 +208,6 @@ def _wrappers_of_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
         experts = module.get_base_layer() if isinstance(module, lora.ParamWrapper) else module
         if experts is not module and goes_through_interface(experts):
             yield f"{names[experts]}.{module.parameter_name}", module
-
-
-def _check(where: str, wrapper: Any) -> None:
-    experts, name = wrapper.get_base_layer(), wrapper.parameter_name
-    if type(wrapper) not in (lora.ParamWrapper, ParamWrapper) or "forward" in vars(wrapper):
-        raise ValueError(
-            f"{where}: this {type(wrapper).__name__} has another forward than PEFT's, which would "
-            "hide the new forward"
-        )
-    if name not in weight_names(experts):
-        raise ValueError(
-            f"{where}: {class_before(experts).__name__} has adapters on {name}, and only its "
-            f"weights {' and '.join(weight_names(experts))} take some here"
-        )
-    if is_dtensor(getattr(experts, name)):
-        raise ValueError(
-            f"{where} is sharded, and its adapters are not: use adapters before the model is "
-            "sharded by FSDP2, and without DistributedConfig"
-        )
-    if storage_of(experts) == "mxfp4" and not isinstance(wrapper, ParamWrapper):
-        raise ValueError(
-            f"{where} is in MXFP4, and PEFT reads the adapter's sizes off its bytes: give "
-            "get_peft_model for_packed_experts(config)"
-        )
-    for adapter in wrapper.lora_A:
-        for factor in (wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight):
-            if factor.dtype not in ACTIVATIONS:
-                raise ValueError(
-                    f"{where}: the adapter {adapter!r} must be bfloat16, float16 or float32, got "
-                    f"{dtype_name(factor.dtype)}: leave autocast_adapter_dtype=True"
-                )
-        _check_rank(f"{where}: the adapter {adapter!r}", wrapper.r[adapter])
 
 
 def _check_rank(where: str, rank: int) -> None:
@@ -308,24 +306,29 @@ class ParamWrapper(lora.ParamWrapper):
             _check_merge(f"unmerge: {self.parameter_name}", self)
         super().unmerge()
 
+    def _kept_as(self) -> str | None:
+        """How the parameter is kept that is in few bits; None of any other, as a bias."""
+        experts = self.get_base_layer()
+        return storage_of(experts) if self.parameter_name in weight_names(experts) else None
+
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         """The sizes of a weight in MXFP4, which its bytes do not have; PEFT asks this."""
         sizes: tuple[int, int] = super()._get_in_out_features(module)  # type: ignore[assignment]
+        if self._kept_as() != "mxfp4":
+            return sizes
         experts = self.get_base_layer()
-        if storage_of(experts) == "mxfp4":  # PEFT exchanges the two of weights [E, N, K]
-            _, N, K = kept_weight("adapters", experts, self.parameter_name).stand_in.shape
-            return (K, N) if experts.is_transposed else (N, K)
-        return sizes
+        _, N, K = shape_of(experts, self.parameter_name)
+        return (K, N) if experts.is_transposed else (N, K)  # PEFT exchanges those of [E, N, K]
 
     def _move_adapter_to_device_of_base_layer(
         self, adapter_name: str, device: torch.device | None = None
     ) -> None:
         """New factors have the dtype of the weight, which one in few bits does not show."""
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
-        experts, name = self.get_base_layer(), self.parameter_name
-        if storage_of(experts) is not None and name in weight_names(experts):
+        if self._kept_as() is not None:
+            dtype = dtype_of_kept(self.get_base_layer(), self.parameter_name)
             for factors in (self.lora_A, self.lora_B):
-                factors[adapter_name].to(dtype_of_kept(experts, name))
+                factors[adapter_name].to(dtype)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The experts' forward, with the active adapters, and those around, as ``lora``."""

@@ -137,22 +137,15 @@ class Form:
     biases: tuple[str, ...] = ()  # of these GEMMs
 
 
-#: By the class of torchtitan 0.3 whose forward is run.
+#: By the class of torchtitan 0.3 whose forward is run. Weights are gate, up, down; gate and up as
+#: [E, F, 2, D], down; gate and up, interleaved, down.
 FORMS = {
-    "GroupedExperts": Form(
-        "grouped SwiGLU",
-        SeamExperts,
-        ("w1_EFD", "w3_EFD", "w2_EDF"),  # gate, up, down
-    ),
-    "FusedGroupedExperts": Form(
-        "grouped SwiGLU, w13",
-        FusedExperts,
-        ("w13", "w2_EDF"),  # gate and up [E, F, 2, D], down
-    ),
+    "GroupedExperts": Form("grouped SwiGLU", SeamExperts, ("w1_EFD", "w3_EFD", "w2_EDF")),
+    "FusedGroupedExperts": Form("grouped SwiGLU, w13", FusedExperts, ("w13", "w2_EDF")),
     "GptOssGroupedExperts": Form(
         "grouped SwiGLU of GPT-OSS",
         FusedExperts,
-        ("mlp1_weight_EGD", "mlp2_weight_EDF"),  # gate and up, interleaved; down
+        ("mlp1_weight_EGD", "mlp2_weight_EDF"),
         ("mlp1_bias_EG", "mlp2_bias_ED"),
     ),
 }

@@ -186,9 +186,9 @@ def plan(experts: Any, name: str, request: Request) -> Write:
     _check_stateless("convert", request.recipe)
     if kept_as is not None and weights not in (None, kept_as):
         raise ValueError(
-            f"{where}: the weights are frozen in {kept_as.upper()} and stay so: leave weights "
-            "out, with the recipe Float8BlockScaling(), or load the model in high precision "
-            "(a checkpoint: dequantize=True in its quantization config) and convert that"
+            f"{where}: the weights are frozen in {kept_as.upper()} and stay so: take weights="
+            f"{kept_as!r}, or load the model in high precision (a checkpoint: dequantize=True in "
+            "its quantization config)"
         )
     check_activation(where, experts, save_gate_up_in_fp8)
     own = vars(experts).get("forward")  # functions around the class's are accelerate's hooks, too
@@ -332,16 +332,20 @@ def _check_can_keep(where: str, experts: Any, request: Request) -> None:
             if hasattr(experts, "_hf_hook"):
                 reason = "is offloaded by accelerate: load the model without offloading its experts"
             raise ValueError(f"{where}: {name} {reason}")
-        if not is_dtensor(w):
-            continue
-        fsdp = importlib.import_module("torch.distributed.fsdp").FSDPModule
-        if not freezes or any(isinstance(module, fsdp) for module in request.model.modules()):
-            raise ValueError(f"{where}: {name} is sharded: convert before fully_shard")
-        if not is_by_experts(w):
-            raise ValueError(
-                f"{where}: {name} is split inside of each expert, {w.placements}: distribute "
-                "whole experts instead, with DistributedConfig(ep_size=...)"
-            )
+        if is_dtensor(w):
+            fsdp = importlib.import_module("torch.distributed.fsdp").FSDPModule
+            if not freezes or any(isinstance(module, fsdp) for module in request.model.modules()):
+                raise ValueError(f"{where}: {name} is sharded: convert before fully_shard")
+            check_by_experts(f"{where}: {name}", w)
+
+
+def check_by_experts(where: str, w: Any) -> None:
+    """Raise ValueError for a weight that is sharded otherwise than by whole experts."""
+    if is_dtensor(w) and not is_by_experts(w):
+        raise ValueError(
+            f"{where} is split inside of each expert, {w.placements}: distribute whole experts "
+            "instead, with DistributedConfig(ep_size=...)"
+        )
 
 
 # --- the forward ---------------------------------------------------------------------------------

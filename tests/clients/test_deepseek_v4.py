@@ -229,7 +229,7 @@ def test_refused(folder: Path, tmp_path: Path) -> None:
     model = packed(folder)
     for weights in ("fp8", "both"):
         said = sentence(lambda w=weights: convert(model, Float8BlockScaling(), weights=w))
-        assert "the weights are frozen in MXFP4 and stay so: leave weights out" in said
+        assert "the weights are frozen in MXFP4 and stay so: take weights='mxfp4'" in said
     plain = peft.get_peft_model(packed(folder), config_of(target_modules=["q_a_proj"]))
     assert "for_packed_experts(config)" in sentence(lambda: use_grouped_adapters(plain))
     assert "are parametrized" in sentence(lambda: logits(plain))

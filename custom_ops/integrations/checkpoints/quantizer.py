@@ -31,11 +31,12 @@ from grouped_linear.integrations.checkpoints.formats import for_now
 from grouped_linear.integrations.checkpoints.tensors import save_as_published
 from grouped_linear.integrations.convert import carry_out, plans_of
 from grouped_linear.integrations.experts import goes_through_interface
+from grouped_linear.integrations.transformers import check_by_experts
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.nn.checks import check_recipe
 from grouped_linear.quantized import keep
 from grouped_linear.quantized.frozen import as_bytes, frozen_of, quantized
-from grouped_linear.quantized.keep import SCALE, is_dtensor, local_part
+from grouped_linear.quantized.keep import SCALE, local_part
 from grouped_linear.recipes import Recipe
 
 __all__ = ["GroupedLinearConfig"]
@@ -278,11 +279,7 @@ class OnArrival(WeightConverter):
         if quantizer is None or layer_name not in quantizer._packed:  # or a file is written
             return super().convert(layer_name, *args, **options)
         own = getattr(quantizer._packed[layer_name], layer_name.rpartition(".")[2])
-        if is_dtensor(own) and not keep.is_by_experts(own):
-            raise ValueError(
-                f"{_OP}: {layer_name} is split inside of each expert, {own.placements}: "
-                "distribute whole experts instead, with DistributedConfig(ep_size=...)"
-            )
+        check_by_experts(f"{_OP}: {layer_name}", own)
         plain = options["model"] = quantizer._plain  # steps ask for shapes and dtypes
         given, self.collected_tensors = dict(self.collected_tensors), defaultdict(list)
         apart = any(isinstance(step, MergeModulelist) for step in self.operations)

@@ -128,10 +128,7 @@ class CheckpointTensors:
         self._experts = _weights_of(experts, forms)
 
     def metadata(self) -> list[TensorMeta]:
-        """The name, dtype and whole shape of each tensor, in the order of iteration.
-
-        No number is read, computed or sent.
-        """
+        """The tensors in the order of iteration; no number is read, computed or sent."""
         return [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in self._pairs(_like)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
