@@ -104,7 +104,7 @@ def test_what_is_refused_keeps_its_configuration() -> None:
     model = mixtral()
     experts = [layer.mlp.experts for layer in model.model.layers]
     both = nn.ModuleList([model, mixtral(F=72)])
-    assert "multiples of 16" in sentence(lambda: convert(both, FP8))
+    assert "multiple of 16" in sentence(lambda: convert(both, FP8))
     assert all(one.config is model.config for one in experts)
     model.config.lock = (i for i in "of a kind that no copy is made of")
     convert(model, FP8)
