@@ -72,11 +72,6 @@ class Request:
         return replace(self, recipe=recipe, weights=weights, recipes={})
 
 
-def where_in(name: str, module: nn.Module) -> str:
-    """The words that an error about a module of the model begins with."""
-    return f"convert: {name or type(module).__name__}"
-
-
 # --- the class of a converted module -------------------------------------------------------------
 
 
@@ -94,11 +89,6 @@ class Converted(KeepsFrozen):
         return _new_converted, made_of, *whole[2:]
 
 
-def is_converted(module: nn.Module) -> bool:
-    """Whether the module has a class that :func:`convert_class` has given it."""
-    return isinstance(module, Converted)
-
-
 def class_before(module: nn.Module) -> type[nn.Module]:
     """The module's class, or the one that it had before it was converted."""
     before: type[nn.Module] = getattr(type(module), "_made_of", (type(module),))[0]
@@ -107,7 +97,7 @@ def class_before(module: nn.Module) -> type[nn.Module]:
 
 def convert_class(module: Any, kind: type[Converted]) -> None:
     """Give a module a subclass of its class with the members of ``kind``, unless it has one."""
-    if not is_converted(module):
+    if not isinstance(module, Converted):
         made_of: Any = type(module), kind
         module.__class__ = _converted_class(*made_of)
 

@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear.integrations.adapter import (
     Changes,
+    Converted,
     Experts,
     Request,
     Write,
     check_registration,
     class_before,
-    is_converted,
 )
 from grouped_linear.integrations.experts import experts_of
 from grouped_linear.meta_kernels.rules import E4M3, dtype_name
@@ -231,7 +231,7 @@ def _check(model: Any, request: Request) -> None:
 def _check_found(model: nn.Module, found: Mapping[str, Experts], request: Request) -> None:
     """Raise ValueError if a model has no experts to convert, or its recipes do not fit them."""
     if not found:
-        if any(map(is_converted, model.modules())):
+        if any(isinstance(module, Converted) for module in model.modules()):
             name = class_before(model).__name__
             raise ValueError(f"convert: experts of {name} are converted already")
         skipped = _look_alikes(model)

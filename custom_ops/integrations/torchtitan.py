@@ -32,9 +32,7 @@ from grouped_linear.integrations.adapter import (
     class_before,
     convert_class,
     freeze,
-    is_converted,
     keep_both,
-    where_in,
 )
 from grouped_linear.nn.checks import check_parameter, check_whole
 from grouped_linear.nn.functional import apply_linear
@@ -117,8 +115,10 @@ class FusedExperts(TitanExperts):
             activation = SwiGLU(GPT_OSS_ALPHA, 1.0, limit, interleaved=True)
             # Tensor parallelism sums the processes' outputs, so each process adds its share of the
             # bias. The gradient of the bias is not divided.
-            degree = _tensor_parallel_degree(getattr(self, form.weights[0]))
-            if degree > 1:
+            w: Any = getattr(self, form.weights[0])
+            if is_dtensor(w):
+                inside = (i for i, p in enumerate(w.placements) if p.is_shard() and p.dim != 0)
+                degree = math.prod(map(w.device_mesh.size, inside))
                 down_bias = down_bias - down_bias.detach() * (1 - 1 / degree)
             biases = gate_up_bias, down_bias
         m_splits_E = num_tokens_per_expert_E.to(torch.int32)  # some routers count in float
@@ -166,7 +166,7 @@ def _form_of(module: nn.Module) -> Any:
 
 def experts_in(module: nn.Module) -> Experts | None:
     """The experts of torchtitan that a module holds, for whoever asks; None if it holds none."""
-    form, here = _form_of(module), is_converted(module)
+    form, here = _form_of(module), isinstance(module, Converted)
     if form is None:
         return None
     E = local_part(getattr(module, form.weights[0])).size(0)
@@ -182,7 +182,8 @@ def experts_in(module: nn.Module) -> Experts | None:
 
 def plan(module: Any, form: Form, name: str, request: Request) -> Write:
     """Check that experts can be converted; the function that does it."""
-    where, recipe, weights = where_in(name, module), request.recipe, request.weights
+    where, recipe = f"convert: {name or type(module).__name__}", request.recipe
+    weights = request.weights
     if request.save_gate_up_in_fp8:
         raise ValueError(f"{where}: save_gate_up_in_fp8 is an option of Hugging Face experts")
     parameters = [module.get_parameter(name) for name in (*form.weights, *form.biases)]
@@ -243,11 +244,3 @@ def plan(module: Any, form: Form, name: str, request: Request) -> Write:
 def as_matrices(w: Tensor) -> Tensor:
     """A weight as [E, N, K]: w13 is [E, F, 2, D]."""
     return w.flatten(1, 2) if w.dim() == 4 else w
-
-
-def _tensor_parallel_degree(w: Any) -> int:
-    """Over how many processes the features inside experts are sharded."""
-    if not is_dtensor(w):
-        return 1
-    placements = enumerate(w.placements)
-    return math.prod(w.device_mesh.size(i) for i, p in placements if p.is_shard() and p.dim != 0)

@@ -49,7 +49,6 @@ from grouped_linear.integrations.adapter import (
     convert_class,
     freeze,
     keep_both,
-    where_in,
 )
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, ceil_div, dtype_name
 from grouped_linear.nn.checks import check_flags, check_recipe
@@ -181,7 +180,8 @@ def experts_in(experts: Any) -> Experts:
 
 def plan(experts: Any, name: str, request: Request) -> Write:
     """Check that experts can be converted; the function that does it."""
-    where, kept_as, weights = where_in(name, experts), storage_of(experts), request.weights
+    where = f"convert: {name or type(experts).__name__}"
+    kept_as, weights = storage_of(experts), request.weights
     save_gate_up_in_fp8 = request.save_gate_up_in_fp8
     _check_stateless("convert", request.recipe)
     if kept_as is not None and weights not in (None, kept_as):
@@ -233,7 +233,7 @@ def plan(experts: Any, name: str, request: Request) -> Write:
 
 def compute_here(experts: Any, recipe: Recipe | None, save_gate_up_in_fp8: bool) -> None:
     """Have experts computed here: by a class and a configuration of their own."""
-    convert_class(experts, ConvertedExperts)
+    convert_class(experts, HuggingFaceExperts)
     vars(experts).update(recipe=recipe, save_gate_up_in_fp8=save_gate_up_in_fp8)
     if experts.config._experts_implementation != CONVERTED:
         config = copy.copy(experts.config)
@@ -249,7 +249,7 @@ SAVES = "_saves_experts"
 _SAVE_PRETRAINED = inspect.unwrap(PreTrainedModel.save_pretrained).__code__
 
 
-class ConvertedExperts(Converted):
+class HuggingFaceExperts(Converted):
     """Experts of transformers' interface that compute here."""
 
     save_gate_up_in_fp8 = False
@@ -368,7 +368,14 @@ def experts_forward(
     """
     (recipe, save_gate_up_in_fp8), lora = cast(Any, options_of(experts)), lora or {}
     if "parametrizations" in experts._modules and not torch.compiler.is_compiling():
-        _warn_of_adapters(experts)
+        makers = {type(module).__module__ for module in experts.parametrizations.modules()}
+        if any(maker.startswith("peft.") for maker in makers):
+            warnings.warn(  # which Python does once
+                "grouped_linear: PEFT makes weights of all experts in each call: call "
+                "grouped_linear.integrations.peft.use_grouped_adapters(model) after "
+                "get_peft_model, which has rows go through the adapters instead",
+                stacklevel=1,
+            )
 
     def projection(name: str) -> Projection:
         w, stored = _operand(experts, name, recipe)
@@ -401,17 +408,6 @@ def experts_forward(
 
 
 _register(CONVERTED)
-
-
-def _warn_of_adapters(experts: Any) -> None:
-    """Say, as Python does once, that PEFT's adapters make weights of all experts in each call."""
-    if any(type(m).__module__.startswith("peft.") for m in experts.parametrizations.modules()):
-        warnings.warn(
-            "grouped_linear: PEFT makes weights of all experts in each call: call "
-            "grouped_linear.integrations.peft.use_grouped_adapters(model) after get_peft_model, "
-            "which has rows go through the adapters instead",
-            stacklevel=2,
-        )
 
 
 def _operand(
