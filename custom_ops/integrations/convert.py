@@ -115,7 +115,8 @@ def convert(
     A model is converted as a whole or not at all, unless memory runs out. Convert after a
     checkpoint is loaded, and before sharding and DistributedDataParallel. Parameters that learn go
     on to learn, in an optimizer that was made before, too, except weights that are frozen; a
-    warning says if the optimizer must be made again. docs/models.md lists the models.
+    warning says if the optimizer must be made again. A converted model can be copied and pickled.
+    docs/models.md lists the models.
 
     Args:
         model: a model, or a module that is to be converted itself; torchtitan's experts may be on
@@ -127,7 +128,7 @@ def convert(
             and FP8, as ``GroupedTensorWithMaster``, for training. ``"fp8"``: frozen in FP8 alone,
             as bytes in plain parameters. ``"mxfp4"``: frozen in 4.25 bits an element. Experts of a
             checkpoint in FP8 or MXFP4 are read as they are, or become such bytes in the same memory
-            by the option of their format.
+            by the option of their format. w13 takes none of the three.
         recipes: other recipes for some of the experts, by patterns of their names in
             ``named_modules``, as ``fnmatch`` has them: ``{"model.layers.0.*": None}`` computes the
             first layer without FP8. Of several that match, the last one counts. With ``weights``
