@@ -202,8 +202,9 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     resumes = not options.get("save_original_format", True)
     # A run that goes on needs what learns in high precision.
     in_high = resumes or options.get("distributed_checkpoint")
-    learns = {n: None if in_high or storage_of(m) else _learns_in(m) for n, m in experts.items()}
-    changed = any(learns[name] or frozen_of(module) for name, module in experts.items())
+    forms = {n: storage_of(m) or (None if in_high else _learns_in(m)) for n, m in experts.items()}
+    learns = any(form and storage_of(experts[name]) is None for name, form in forms.items())
+    changed = learns or any(map(frozen_of, experts.values()))
     of_model: dict[str, Any] = {SAVES: True}
     if _is_loaded_here(model):
         of_model["hf_quantizer"] = None  # beside a quantizer transformers takes no state_dict=
@@ -212,10 +213,9 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             return saves(*args, **kwargs)  # type: ignore[no-any-return]
     op = "save_pretrained"
     check_no_adapters(op, model)
-    forms = {name: learns[name] or storage_of(module) for name, module in experts.items()}
     config, conversions, obstacle = checkpoint_of(model, experts, forms)
     if obstacle is not None:
-        high = "high precision by save_original_format=False, " if any(learns.values()) else ""
+        high = "high precision by save_original_format=False, " if learns else ""
         raise ValueError(
             f"{op}: {obstacle}: save {high}the model before it is converted, or its state_dict()"
         )
