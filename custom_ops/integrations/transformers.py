@@ -335,7 +335,7 @@ def _check_can_keep(where: str, experts: Any, request: Request) -> None:
         if is_dtensor(w):
             fsdp = importlib.import_module("torch.distributed.fsdp").FSDPModule
             if not freezes or any(isinstance(module, fsdp) for module in request.model.modules()):
-                raise ValueError(f"{where}: {name} is sharded: convert before fully_shard")
+                raise ValueError(f"{where}: {name} is sharded: load it whole and convert it before")
             check_by_experts(f"{where}: {name}", w)
 
 
