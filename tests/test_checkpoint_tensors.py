@@ -382,8 +382,9 @@ def test_what_is_refused() -> None:
 CheckpointTensors: model must be a transformers model, got Linear
 CheckpointTensors: weights must be None, 'bf16', 'fp8' or 'mxfp4', got 'int8'
 CheckpointTensors: LlamaForCausalLM has no experts that are known
-CheckpointTensors: lm_head.lora_a is of a model with adapters: merge them before
-CheckpointTensors: lm_head.original_module.weight is of a model with adapters: merge them before
+CheckpointTensors: lm_head.lora_a is of a model with adapters: merge or unload them
+CheckpointTensors: lm_head.original_module.weight is of a model with adapters: merge or unload
+them
 CheckpointTensors: model.embed_tokens.weight is on the meta device and has no numbers yet
 CheckpointTensors: no checkpoint has model.layers.0.mlp.experts as Float8CurrentScaling()
 multiplies it: choose weights='bf16', 'fp8' or 'mxfp4'
@@ -520,6 +521,24 @@ def test_a_state_dict_that_is_given_is_saved(form: str, tmp_path: Path) -> None:
         assert_same_tensors(load_file(tmp_path / folder / "model.safetensors"), expected)
 
 
+@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+def test_a_state_dict_of_parts(form: Any, tmp_path: Path) -> None:
+    """Bytes without scales are no weight; high precision beside the model's scales is one."""
+    model = model_of(hidden_size=160)
+    given = model.state_dict()
+    convert(model, weights=form)
+    name, own = "model.layers.1.mlp.experts.down_proj", model.state_dict()
+    parts = {n: t for n, t in own.items() if n != f"{name}_scale_inv"}
+    assert sentence(lambda: model.save_pretrained(tmp_path, state_dict=parts)) == (
+        f"save_pretrained: state_dict has {name} in uint8 without scales"
+    )
+    assert not [*tmp_path.iterdir()]
+    model.save_pretrained(tmp_path / "own")
+    model.save_pretrained(tmp_path / "given", state_dict=own | {name: given[name]})
+    expected = load_file(tmp_path / "own" / "model.safetensors")
+    assert_same_tensors(load_file(tmp_path / "given" / "model.safetensors"), expected)
+
+
 @pytest.mark.parametrize("weights", [None, "both"])
 def test_bytes_of_fp8_by_another_cast(weights: Any) -> None:
     """Which other stacks compute from weights in 16 bits, and so does a trainer in 16 bits."""
@@ -629,5 +648,5 @@ def test_a_part_that_learns_is_not_saved_by_the_whole(tmp_path: Path) -> None:
     for part, saved in (("model", ""), ("", "model")):
         model = tiny("qwen3_moe", hidden_size=64, moe_intermediate_size=64)
         convert(model.get_submodule(part), learns_in_mxfp4())
-        with pytest.raises(ValueError, match="learns in MXFP4 since another module"):
+        with pytest.raises(ValueError, match="is in few bits since a part of this model"):
             model.get_submodule(saved).save_pretrained(tmp_path)

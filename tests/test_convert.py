@@ -11,6 +11,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -264,6 +265,15 @@ def test_what_does_not() -> None:
 
 # --- mistakes ------------------------------------------------------------------------------------
 
+
+def patched() -> Any:
+    """As Liger's kernels bind a function to each layer's experts."""
+    model = mixtral()
+    experts = model.model.layers[1].mlp.experts
+    experts.forward = MethodType(lambda self, x, chosen, scores: x, experts)
+    return model
+
+
 # A model of every form but for one mistake, which is met at its very end: what is refused, and how.
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "weights": (
@@ -285,8 +295,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "features of Hugging Face experts": (
         lambda: mixtral(intermediate_size=72),
         {},
-        "last.model.layers.0.mlp.experts: down_proj is [4, 32, 72], and kernels take in_features "
-        "and out_features that are positive multiples of 16",
+        "last.model.layers.0.mlp.experts: in_features of down_proj must be a positive multiple of "
+        "16, got 72",
+    ),
+    "another forward": (
+        patched,
+        {},
+        "last.model.layers.1.mlp.experts has a forward of its own, as Liger's kernels give it, "
+        "which would hide the new one: convert a model without it",
     ),
     "dtype in one module": (
         lambda: GroupedExperts(E, H, F).double(),
@@ -296,13 +312,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "number of experts": (
         lambda: GroupedExperts(1025, H, 16),
         {},
-        "last: w1_EFD is [1025, 16, 32], and kernels take 1 to 1024 experts",
+        "last: experts of w1_EFD must be between 1 and 1024, got 1025",
     ),
     "on the meta device, in both precisions": (
         lambda: mixtral("meta"),
         {"weights": "both"},
-        "last.model.layers.0.mlp.experts: gate_up_proj is on the meta device: convert with "
-        "weights='both' a model that is loaded, before it is sharded",
+        "last.model.layers.0.mlp.experts: gate_up_proj is on the meta device, it has no numbers "
+        "yet: load the checkpoint before",
     ),
     "a checkpoint in FP8": (
         lambda: replace_with_fp8_linear(mixtral(), quantization_config=FineGrainedFP8Config()),
@@ -342,6 +358,16 @@ def test_what_is_refused_leaves_everything_as_it_was(kind: str, weights: str | N
     how = {"weights": weights, **options}
     assert sentence(lambda: convert(model, **how)) == f"convert: {expected}"
     assert state_of(model) == before
+
+
+def test_a_forward_of_its_own_that_is_the_same() -> None:
+    model, other = mixtral(), mixtral()
+    other.load_state_dict(model.state_dict())
+    for layer in model.model.layers:
+        layer.mlp.experts.forward = torch.compile(layer.mlp.experts.forward, backend="eager")
+    for one in (model, other):
+        convert(one, Float8BlockScaling())
+    assert_same_bits(logits(model), logits(other))
 
 
 def test_what_is_no_model_and_no_option() -> None:
@@ -532,7 +558,7 @@ def test_hooks_of_parameters_would_be_lost(hook: str, form: str) -> None:
 @pytest.mark.parametrize("kind", ["parametrized", "pruned"])
 def test_weights_that_are_no_parameters(kind: str) -> None:
     """Computed as they are, and not replaced; frozen bytes are not pruned."""
-    model = mixtral()
+    model = mixtral(intermediate_size=64)
     experts = model.model.layers[0].mlp.experts
 
     def change() -> None:

@@ -296,8 +296,8 @@ def test_refused(folder: Path) -> None:
         message = sentence(lambda w=weights: convert(model, weights=w))
         assert message == (
             "convert: model.layers.0.mlp.experts: the weights are frozen in MXFP4 and stay so: "
-            "leave weights out, with the recipe Float8BlockScaling(), or load the model in high "
-            "precision (a checkpoint: dequantize=True in its quantization config) and convert that"
+            "take weights='mxfp4', or load the model in high precision (a checkpoint: "
+            "dequantize=True in its quantization config)"
         )
     assert sentence(lambda: convert(model, Float8CurrentScaling())) == (
         "convert: model.layers.0.mlp.experts: weights='mxfp4' needs no recipe, Float8BlockScaling "

@@ -370,7 +370,7 @@ def test_state_dicts(kind: Any, tmp_path: Path) -> None:
         assert torch.equal(other.dequantize(name), layer.dequantize(name))
     name = next(iter(layer._frozen))
     for sentence, changed in {
-        "or uint8 with scales, got uint8": {
+        "or uint8 with scales, got uint8 without": {
             k: t for k, t in state.items() if k != f"{name}_scale_inv"
         },
         "must be scales in uint8 or float8_e8m0fnu, got float32": state

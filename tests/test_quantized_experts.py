@@ -162,5 +162,5 @@ convert: model.layers.0.mlp.experts: weights='fp8' is for experts without biases
 convert: model.layers.1.mlp.experts: gate_up_proj is on the meta device, it has no numbers yet: load the checkpoint before
 convert: model.layers.0.mlp.experts: weights are in FP8 already and need the recipe Float8BlockScaling, got MXFP8BlockScaling(); or load the checkpoint with FineGrainedFP8Config(dequantize=True)
 convert: model.layers.0.mlp.experts: weights are in FP8 already and need the recipe Float8BlockScaling, got None; or load the checkpoint with FineGrainedFP8Config(dequantize=True)
-convert: model.layers.0.mlp.experts: the weights are frozen in FP8 and stay so: leave weights out, with the recipe Float8BlockScaling(), or load the model in high precision (a checkpoint: dequantize=True in its quantization config) and convert that""",  # noqa: E501
+convert: model.layers.0.mlp.experts: the weights are frozen in FP8 and stay so: take weights='fp8', or load the model in high precision (a checkpoint: dequantize=True in its quantization config)""",  # noqa: E501
     )

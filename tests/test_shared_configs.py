@@ -104,7 +104,7 @@ def test_what_is_refused_keeps_its_configuration() -> None:
     model = mixtral()
     experts = [layer.mlp.experts for layer in model.model.layers]
     both = nn.ModuleList([model, mixtral(F=72)])
-    assert "multiples of 16" in sentence(lambda: convert(both, FP8))
+    assert "multiple of 16" in sentence(lambda: convert(both, FP8))
     assert all(one.config is model.config for one in experts)
     model.config.lock = (i for i in "of a kind that no copy is made of")
     convert(model, FP8)
@@ -138,9 +138,9 @@ def test_a_part_in_fp8(part: str, hidden: bool, tmp_path: Path) -> None:
     gc.unfreeze()
     first = 0 if part == "model" else 1
     assert sentence(lambda: model.save_pretrained(tmp_path / "refused")) == (
-        f"save_pretrained: model.layers.{first}.mlp.experts was frozen when a part of this model "
-        "was converted, and its config.json would not say so: call convert(model, "
-        "Float8BlockScaling()) of the whole model before, which leaves frozen experts as they are"
+        f"save_pretrained: model.layers.{first}.mlp.experts is in few bits since a part of this "
+        "model was converted, and its config.json would not say so: call convert(model, recipe) of "
+        "the whole model before, which leaves weights as they are"
     )
     assert not [*tmp_path.glob("refused/*.safetensors")]
     before, state = model.config.to_dict(), model.state_dict()

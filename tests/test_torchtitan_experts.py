@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
+    Format,
     GroupedMLP,
     Recipe,
     convert,
@@ -285,14 +286,24 @@ def test_a_forward_left_half_way(recipe: Recipe | None) -> None:
     assert_same_tensors(run(model, x), expected)
 
 
-def test_a_forward_that_would_hide_the_new_one() -> None:
+@pytest.mark.parametrize("name", ["forward", "_grouped_mm"])
+def test_a_method_that_would_hide_the_new_one(name: str) -> None:
     model, x = Sorted(GroupedExperts()), torch.randn(T, H)
-    model.experts.forward = model.experts.forward
+    setattr(model.experts, name, getattr(model.experts, name))
     expected = model(x)
     assert sentence(lambda: convert(model)) == (
-        "convert: experts has a forward of its own, which would hide the new one"
+        f"convert: experts has a {name} of its own, which would hide the new one"
     )
     assert_same_bits(model(x), expected)
+
+
+def test_a_recipe_that_makes_no_state() -> None:
+    """Nothing is written before it is refused."""
+    delayed = Format(torch.float8_e4m3fn, scaling="delayed")
+    model = Sorted(GroupedExperts())
+    refused = sentence(lambda: convert(model, Recipe(delayed, delayed, delayed)))
+    assert "only the recipe DelayedScaling says how the scales" in refused
+    assert type(model.experts) is GroupedExperts
 
 
 def test_converted_in_inference_mode() -> None:

@@ -20,9 +20,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
+from grouped_linear.nn.checks import (
+    check_features,
+    check_mx_blocks,
+    check_num_groups,
+    check_parameters_dtype,
+)
 from grouped_linear.quantized.frozen import KeepsFrozen
-from grouped_linear.quantized.keep import KEPT, SCALE, Weights, keep_weight, local_part
+from grouped_linear.quantized.keep import KEPT, SCALE, Weights, keep_weight
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Recipe
 
 Write = Callable[["Changes"], None]
@@ -66,11 +72,6 @@ class Request:
         return replace(self, recipe=recipe, weights=weights, recipes={})
 
 
-def where_in(name: str, module: nn.Module) -> str:
-    """The words that an error about a module of the model begins with."""
-    return f"convert: {name or type(module).__name__}"
-
-
 # --- the class of a converted module -------------------------------------------------------------
 
 
@@ -88,11 +89,6 @@ class Converted(KeepsFrozen):
         return _new_converted, made_of, *whole[2:]
 
 
-def is_converted(module: nn.Module) -> bool:
-    """Whether the module has a class that :func:`convert_class` has given it."""
-    return isinstance(module, Converted)
-
-
 def class_before(module: nn.Module) -> type[nn.Module]:
     """The module's class, or the one that it had before it was converted."""
     before: type[nn.Module] = getattr(type(module), "_made_of", (type(module),))[0]
@@ -101,7 +97,7 @@ def class_before(module: nn.Module) -> type[nn.Module]:
 
 def convert_class(module: Any, kind: type[Converted]) -> None:
     """Give a module a subclass of its class with the members of ``kind``, unless it has one."""
-    if not is_converted(module):
+    if not isinstance(module, Converted):
         made_of: Any = type(module), kind
         module.__class__ = _converted_class(*made_of)
 
@@ -121,36 +117,25 @@ def _new_converted(*made_of: Any) -> nn.Module:
 # --- checks of weights ---------------------------------------------------------------------------
 
 
-def check_weights(where: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError for weights [E, N, K], or of one expert [N, K], that kernels do not take."""
-    for name, w in weights:
-        local = local_part(w)
-        if type(local).__torch_dispatch__ != Tensor.__torch_dispatch__ and not isinstance(
-            local, (*KEPT, FakeTensor)
-        ):
-            raise ValueError(
-                f"{where}: {name} is a {type(local).__module__}.{type(local).__name__}, whose "
-                "numbers no kernel here reads: convert the model before its experts are quantized, "
-                "and choose weights= for few bits"
-            )
-        if local.dtype not in ACTIVATIONS:
-            raise ValueError(
-                f"{where}: {name} must be bfloat16, float16 or float32, got "
-                f"{dtype_name(local.dtype)}"
-            )
-        check_sizes(where, name, list(local.shape))
-
-
-def check_sizes(where: str, name: str, shape: list[int]) -> None:
-    """Raise ValueError for a weight [E, N, K] or [N, K] of sizes that the kernels do not take."""
-    *groups, N, K = shape
-    if N <= 0 or K <= 0 or N % FEATURE_MULTIPLE or K % FEATURE_MULTIPLE:
+def check_weight(where: str, name: str, local: Any) -> None:
+    """Raise ValueError for a weight in high precision whose numbers kernels do not read."""
+    if type(local).__torch_dispatch__ != Tensor.__torch_dispatch__ and not isinstance(
+        local, (*KEPT, FakeTensor)
+    ):
         raise ValueError(
-            f"{where}: {name} is {shape}, and kernels take in_features and out_features that are "
-            f"positive multiples of {FEATURE_MULTIPLE}"
+            f"{where}: {name} is a {type(local).__module__}.{type(local).__name__}, whose numbers "
+            "no kernel here reads: convert the model before its experts are quantized, and choose "
+            "weights= for few bits"
         )
-    if groups and not 1 <= groups[0] <= MAX_GROUPS:
-        raise ValueError(f"{where}: {name} is {shape}, and kernels take 1 to {MAX_GROUPS} experts")
+    check_parameters_dtype(where, name, local.dtype)
+
+
+def check_sizes(where: str, name: str, shape: Iterable[int], request: Request) -> None:
+    """Raise ValueError for a weight [E, N, K] of sizes that kernels, or MXFP4, do not take."""
+    E, N, K = shape
+    check_num_groups(where, f"experts of {name}", E)
+    check_features(where, **{f"out_features of {name}": N, f"in_features of {name}": K})
+    check_mx_blocks(where, request.recipe, request.weights, **{f"in_features of {name}": K})
 
 
 def check_replaceable(where: str, module: nn.Module, names: Iterable[str]) -> None:
@@ -208,13 +193,16 @@ class Changes:
 
 
 @torch.no_grad()
-def keep_both(changes: Changes, module: nn.Module, name: str, recipe: Recipe | None) -> None:
-    """Keep a weight in high precision and FP8.
+def keep_both(changes: Changes, module: Any, name: str, recipe: Any) -> None:
+    """Keep a weight in high precision and FP8, unless it is kept so.
 
     It stays the same object where torch can do that, so that an optimizer which has it steps it.
     Its gradient and the attributes that others have set stay, too.
     """
-    old = module.get_parameter(name)
+    old: Any = module.get_parameter(name)
+    recipe = recipe.transposed if module.is_transposed else recipe
+    if isinstance(old, GroupedTensorWithMaster) and old.recipe.weight == recipe.weight:
+        return
     if old in changes.first:  # tied weights stay tied
         other, of_other = changes.first[old]
         setattr(module, name, other.get_parameter(of_other))
@@ -234,25 +222,28 @@ def keep_both(changes: Changes, module: nn.Module, name: str, recipe: Recipe | N
 
 
 @torch.no_grad()
-def freeze(
-    changes: Changes, module: Any, name: str, weight: Any, request: Request, dtype: torch.dtype
-) -> None:
-    """Freeze a parameter, as ``KeepsFrozen.freeze`` does. It keeps attributes that others set."""
-    old: nn.Parameter = module.get_parameter(name)
+def freeze(changes: Changes, module: Any, name: str, request: Request, *loaded: Any) -> None:
+    """Freeze a parameter, or numbers and scales that a checkpoint has, of a weight of this dtype.
+
+    It keeps attributes that others set.
+    """
+    old = module.get_parameter(name)
     other, of_other = changes.first.setdefault(old, (module, name))
-    if other is module:
-        attributes = _set_by_others(old)
-        module.freeze(name, weight, request.recipe, dtype, weights=request.weights)
-        vars(module.get_parameter(name)).update(attributes)
-    else:  # tied weights stay tied
+    if other is not module:  # tied weights stay tied
         module._frozen = {**module._frozen, name: other._frozen[of_other]}
         for part in ("", SCALE):
             module.register_parameter(name + part, other.get_parameter(of_other + part))
-    if not isinstance(weight, Tensor):  # numbers that a checkpoint has
         return
-    changes.replaced.extend([weakref.ref(old)] if old.requires_grad and other is module else [])
-    if not weight.is_meta:
-        squares = module.squared_error(name, weight)
+    w = old.mT if module.is_transposed else old
+    weight, dtype = loaded or (w, w.dtype)
+    attributes = _set_by_others(old)
+    module.freeze(name, weight, request.recipe, dtype, weights=request.weights)
+    vars(module.get_parameter(name)).update(attributes)
+    if loaded:
+        return
+    changes.replaced.extend([weakref.ref(old)] if old.requires_grad else [])
+    if not w.is_meta:
+        squares = module.squared_error(name, w)
         changes.squares[module] = squares + changes.squares.get(module, 0)
 
 

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear.integrations.adapter import (
     Changes,
+    Converted,
     Experts,
     Request,
     Write,
     check_registration,
     class_before,
-    is_converted,
 )
 from grouped_linear.integrations.experts import experts_of
 from grouped_linear.meta_kernels.rules import E4M3, dtype_name
@@ -110,15 +110,13 @@ def convert(
     - **torchtitan's experts**: its ``GroupedExperts``, whose multiplications are this package's
       afterwards; its fused ones (w13) and those of its GPT-OSS, which get a fused forward.
 
-    A ModuleList of experts is not converted: :meth:`grouped_linear.GroupedMLP.from_experts` and
-    :meth:`grouped_linear.GroupedLinear.from_linears` make a layer of one.
+    :meth:`grouped_linear.GroupedMLP.from_experts` makes a layer of a ModuleList of experts.
 
-    A model is converted as a whole or not at all, unless memory runs out: everything is checked
-    before anything is written. Convert after a checkpoint is loaded, and before sharding and
-    DistributedDataParallel. Parameters that learn go on to learn, in an optimizer that was made
-    before, too, except weights that ``weights="fp8"`` and ``"mxfp4"`` freeze; a warning says if
-    the optimizer must be made again. A converted model can be copied and pickled. docs/models.md
-    lists the models; docs/from_other_libraries.md has torchtitan's.
+    A model is converted as a whole or not at all, unless memory runs out. Convert after a
+    checkpoint is loaded, and before sharding and DistributedDataParallel. Parameters that learn go
+    on to learn, in an optimizer that was made before, too, except weights that are frozen; a
+    warning says if the optimizer must be made again. A converted model can be copied and pickled.
+    docs/models.md lists the models.
 
     Args:
         model: a model, or a module that is to be converted itself; torchtitan's experts may be on
@@ -128,12 +126,9 @@ def convert(
             "both" or "fp8" for ``Float8BlockScaling()``.
         weights: how the experts' weights are kept. None: as they are. ``"both"``: in high precision
             and FP8, as ``GroupedTensorWithMaster``, for training. ``"fp8"``: frozen in FP8 alone,
-            as bytes in plain parameters. ``"mxfp4"``: frozen in 4.25 bits an element, with an error
-            that the report says. Experts of a checkpoint in FP8 or MXFP4 are read as they are, or
-            become such bytes in the same memory by the option of their format; the others are
-            refused. It also refuses w13 with any of the three; biases and weights stored as
-            [E, in_features, out_features] with ``"fp8"``; in_features that are no multiple of 32
-            with ``"mxfp4"`` or a recipe with ``qat``.
+            as bytes in plain parameters. ``"mxfp4"``: frozen in 4.25 bits an element. Experts of a
+            checkpoint in FP8 or MXFP4 are read as they are, or become such bytes in the same memory
+            by the option of their format. w13 takes none of the three.
         recipes: other recipes for some of the experts, by patterns of their names in
             ``named_modules``, as ``fnmatch`` has them: ``{"model.layers.0.*": None}`` computes the
             first layer without FP8. Of several that match, the last one counts. With ``weights``
@@ -145,11 +140,9 @@ def convert(
         and modules that look like experts and were skipped, with the reason.
 
     Raises:
-        ValueError: if nothing is recognised; for experts that cannot be converted as asked, for
-            which the sentence gives the reason; for a pattern of ``recipes`` that matches no
-            experts; for weights that the kernels do not take, as those that torchao has quantized;
-            and with ``weights`` for parameters that have hooks or are in DistributedDataParallel.
-            The model is then unchanged.
+        ValueError: if nothing is recognised; for a pattern of ``recipes`` that matches no experts;
+            for experts that cannot be converted as asked, which the sentence explains. The model is
+            then unchanged.
         TypeError: if `model` is not a module.
         ImportError: for a Hugging Face model of transformers older than 5.23.
 
@@ -193,7 +186,17 @@ def plans_of(request: Request) -> tuple[dict[str, Experts], list[Write]]:
     }
     _check_found(model, found, request)
     writes = [e.plan(name, request.of(name)) for name, e in found.items() if e.plan is not None]
-    return found, [*writes, *_plans_of_model(model, found)]
+    names = [name for name, e in found.items() if e.library == "transformers"]
+    if "peft" in sys.modules and any("base_layer" in name.split(".") for name in names):
+        from grouped_linear.integrations.peft import check_adapters, group_adapters
+
+        check_adapters("convert", model)
+        writes.append(lambda changes: group_adapters(model))
+    if names:
+        from grouped_linear.integrations.checkpoints.tensors import save_as_published
+
+        writes.append(lambda changes: save_as_published(model))
+    return found, writes
 
 
 def _check(model: Any, request: Request) -> None:
@@ -229,7 +232,7 @@ def _check(model: Any, request: Request) -> None:
 def _check_found(model: nn.Module, found: Mapping[str, Experts], request: Request) -> None:
     """Raise ValueError if a model has no experts to convert, or its recipes do not fit them."""
     if not found:
-        if any(map(is_converted, model.modules())):
+        if any(isinstance(module, Converted) for module in model.modules()):
             name = class_before(model).__name__
             raise ValueError(f"convert: experts of {name} are converted already")
         skipped = _look_alikes(model)
@@ -257,20 +260,6 @@ def _check_found(model: nn.Module, found: Mapping[str, Experts], request: Reques
                 raise ValueError(
                     f"convert: {name} has a weight of {other}: recipes must keep both in one way"
                 )
-
-
-def _plans_of_model(model: nn.Module, found: Mapping[str, Experts]) -> Iterator[Write]:
-    """Write for a model of transformers, once, its grouped adapters and how it is saved."""
-    names = [name for name, e in found.items() if e.library == "transformers"]
-    if "peft" in sys.modules and any("base_layer" in name.split(".") for name in names):
-        from grouped_linear.integrations.peft import check_adapters, group_adapters
-
-        check_adapters("convert", model)
-        yield lambda changes: group_adapters(model)
-    if names:
-        from grouped_linear.integrations.checkpoints.tensors import save_as_published
-
-        yield lambda changes: save_as_published(model)
 
 
 # --- the report ----------------------------------------------------------------------------------

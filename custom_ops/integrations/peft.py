@@ -24,8 +24,8 @@ from grouped_linear.integrations.adapter import class_before
 from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.transformers import (
     dtype_of_kept,
-    kept_weight,
     options_of,
+    shape_of,
     storage_of,
     weight_names,
 )
@@ -55,12 +55,8 @@ def use_grouped_adapters(model: nn.Module, *, dropout: float | None = None) -> t
     Call it once, after ``get_peft_model`` or ``PeftModel.from_pretrained``.
     :func:`grouped_linear.convert` does the same for adapters that the model has already. Adapters
     that are added later to the same parameters compute this way too. Everything else stays PEFT's:
-    names, shapes and files of adapters, which plain PEFT loads; ranks and alphas by pattern;
-    several active adapters; ``set_adapter``, ``disable_adapter``, ``merge_adapter`` and
-    ``merge_and_unload``. Adapters on other modules are left alone.
-
-    Weights in FP8 stay as they are: ``merge_adapter`` and ``merge_and_unload`` raise ValueError for
-    them. Load the model in 16 bits and the adapter beside it to merge.
+    names, shapes and files of adapters, ranks and alphas by pattern, several active adapters, and
+    merges, which weights in few bits refuse. Adapters on other modules are left alone.
 
     Args:
         model: a PeftModel, or another module with PEFT's layers, whose experts are converted.
@@ -117,10 +113,8 @@ def for_packed_experts(config: peft.LoraConfig) -> peft.LoraConfig:
     PEFT reads an adapter's sizes and dtype off the weight, whose parameter holds bytes. A byte of
     MXFP4 is two numbers, so such experts need this call. Over FP8 it matters with
     ``autocast_adapter_dtype=False`` alone: adapters then have the model's 16 bits, not float32.
-    This names another class for adapters on experts, by the method for custom modules that PEFT
-    documents. Names, shapes and files are those of adapters on the same model in 16 bits. Give the
-    result to ``get_peft_model``, then call :func:`use_grouped_adapters`. Adapters of a file need
-    it, too::
+    Names, shapes and files are those of adapters on the same model in 16 bits. Give the result to
+    ``get_peft_model``, then call :func:`use_grouped_adapters`. Adapters of a file need it, too::
 
         config = for_packed_experts(LoraConfig.from_pretrained(path))
         model = PeftModel.from_pretrained(model, path, config=config)
@@ -153,8 +147,38 @@ def _wrapper_of_packed(target: Any, adapter: str, **kwargs: Any) -> "ParamWrappe
 
 def check_adapters(op: str, model: nn.Module) -> None:
     """Raise ValueError for adapters on experts that cannot be grouped; ``op`` begins it."""
-    for name, wrapper in _wrappers_of_experts(model):
-        _check(f"{op}: {name}", wrapper)
+    for of_parameter, wrapper in _wrappers_of_experts(model):
+        where, experts = f"{op}: {of_parameter}", wrapper.get_base_layer()
+        name = wrapper.parameter_name
+        if type(wrapper) not in (lora.ParamWrapper, ParamWrapper) or "forward" in vars(wrapper):
+            raise ValueError(
+                f"{where}: this {type(wrapper).__name__} has another forward than PEFT's, which "
+                "would hide the new forward"
+            )
+        if name not in weight_names(experts):
+            raise ValueError(
+                f"{where}: {class_before(experts).__name__} has adapters on {name}, and only its "
+                f"weights {' and '.join(weight_names(experts))} take some here"
+            )
+        if is_dtensor(getattr(experts, name)):
+            raise ValueError(
+                f"{where} is sharded, and its adapters are not: use adapters before the model is "
+                "sharded by FSDP2, and without DistributedConfig"
+            )
+        if storage_of(experts) == "mxfp4" and not isinstance(wrapper, ParamWrapper):
+            raise ValueError(
+                f"{where} is in MXFP4, and PEFT reads the adapter's sizes off its bytes: give "
+                "get_peft_model for_packed_experts(config)"
+            )
+        for adapter in wrapper.lora_A:
+            of_adapter = f"{where}: the adapter {adapter!r}"
+            for factor in (wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight):
+                if factor.dtype not in ACTIVATIONS:
+                    raise ValueError(
+                        f"{of_adapter} must be bfloat16, float16 or float32, got "
+                        f"{dtype_name(factor.dtype)}: leave autocast_adapter_dtype=True"
+                    )
+            _check_rank(of_adapter, wrapper.r[adapter])
 
 
 def group_adapters(model: nn.Module) -> None:
@@ -186,38 +210,6 @@ def _wrappers_of_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield f"{names[experts]}.{module.parameter_name}", module
 
 
-def _check(where: str, wrapper: Any) -> None:
-    experts, name = wrapper.get_base_layer(), wrapper.parameter_name
-    if type(wrapper) not in (lora.ParamWrapper, ParamWrapper) or "forward" in vars(wrapper):
-        raise ValueError(
-            f"{where}: this {type(wrapper).__name__} has another forward than PEFT's, which would "
-            "hide the new forward"
-        )
-    if name not in weight_names(experts):
-        raise ValueError(
-            f"{where}: {class_before(experts).__name__} has adapters on {name}, and only its "
-            f"weights {' and '.join(weight_names(experts))} take some here"
-        )
-    if is_dtensor(getattr(experts, name)):
-        raise ValueError(
-            f"{where} is sharded, and its adapters are not: use adapters before the model is "
-            "sharded by FSDP2, and without DistributedConfig"
-        )
-    if storage_of(experts) == "mxfp4" and not isinstance(wrapper, ParamWrapper):
-        raise ValueError(
-            f"{where} is in MXFP4, and PEFT reads the adapter's sizes off its bytes: give "
-            "get_peft_model for_packed_experts(config)"
-        )
-    for adapter in wrapper.lora_A:
-        for factor in (wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight):
-            if factor.dtype not in ACTIVATIONS:
-                raise ValueError(
-                    f"{where}: the adapter {adapter!r} must be bfloat16, float16 or float32, got "
-                    f"{dtype_name(factor.dtype)}: leave autocast_adapter_dtype=True"
-                )
-        _check_rank(f"{where}: the adapter {adapter!r}", wrapper.r[adapter])
-
-
 def _check_rank(where: str, rank: int) -> None:
     if rank > MAX_RANK:
         raise ValueError(f"{where} must have a rank of at most {MAX_RANK}, got {rank}")
@@ -226,20 +218,17 @@ def _check_rank(where: str, rank: int) -> None:
 def _check_merge(where: str, layer: Any) -> None:
     """Raise ValueError for a layer whose weight an adapter cannot be added to."""
     base = layer.get_base_layer()
-    if isinstance(layer, lora.ParamWrapper):
-        w = layer.get_param()
-    elif type(base).__name__ == "FP8Linear":
-        w = base.weight
-    else:
+    is_linear = type(base).__name__ == "FP8Linear"
+    if not is_linear and not isinstance(layer, lora.ParamWrapper):
         return
+    w = base.weight if is_linear else layer.get_param()
     if is_dtensor(w):
         raise ValueError(
             f"{where} is sharded: save the adapter, and merge it in a model that is not"
         )
     if w.element_size() == 1:
-        kept_as = "mxfp4" if w.dtype == torch.int8 else "fp8"  # as transformers loads them
-        if frozen_of(base):
-            kept_as = frozen_of(base)[layer.parameter_name].weights
+        loaded = "mxfp4" if w.dtype == torch.int8 else "fp8"  # by transformers
+        kept_as = frozen_of(base)[layer.parameter_name].weights if frozen_of(base) else loaded
         raise ValueError(
             f"{where} is in {kept_as.upper()} and stays as it is: keep the adapter beside it, or "
             "merge it in the model in 16 bits (a checkpoint: dequantize=True in its quantization "
@@ -317,24 +306,29 @@ class ParamWrapper(lora.ParamWrapper):
             _check_merge(f"unmerge: {self.parameter_name}", self)
         super().unmerge()
 
+    def _kept_as(self) -> str | None:
+        """How the parameter is kept that is in few bits; None of any other, as a bias."""
+        experts = self.get_base_layer()
+        return storage_of(experts) if self.parameter_name in weight_names(experts) else None
+
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
         """The sizes of a weight in MXFP4, which its bytes do not have; PEFT asks this."""
         sizes: tuple[int, int] = super()._get_in_out_features(module)  # type: ignore[assignment]
+        if self._kept_as() != "mxfp4":
+            return sizes
         experts = self.get_base_layer()
-        if storage_of(experts) == "mxfp4":  # PEFT exchanges the two of weights [E, N, K]
-            _, N, K = kept_weight("adapters", experts, self.parameter_name).stand_in.shape
-            return (K, N) if experts.is_transposed else (N, K)
-        return sizes
+        _, N, K = shape_of(experts, self.parameter_name)
+        return (K, N) if experts.is_transposed else (N, K)  # PEFT exchanges those of [E, N, K]
 
     def _move_adapter_to_device_of_base_layer(
         self, adapter_name: str, device: torch.device | None = None
     ) -> None:
         """New factors have the dtype of the weight, which one in few bits does not show."""
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
-        experts, name = self.get_base_layer(), self.parameter_name
-        if storage_of(experts) is not None and name in weight_names(experts):
+        if self._kept_as() is not None:
+            dtype = dtype_of_kept(self.get_base_layer(), self.parameter_name)
             for factors in (self.lora_A, self.lora_B):
-                factors[adapter_name].to(dtype_of_kept(experts, name))
+                factors[adapter_name].to(dtype)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The experts' forward, with the active adapters, and those around, as ``lora``."""

@@ -27,15 +27,14 @@ from grouped_linear.integrations.adapter import (
     Request,
     Write,
     check_replaceable,
-    check_weights,
+    check_sizes,
+    check_weight,
     class_before,
     convert_class,
     freeze,
-    is_converted,
     keep_both,
-    where_in,
 )
-from grouped_linear.nn.checks import check_mx_blocks, check_parameter, check_whole
+from grouped_linear.nn.checks import check_parameter, check_whole
 from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.functional_mlp import apply_mlp_sorted
 from grouped_linear.ops.activation import SwiGLU
@@ -51,17 +50,11 @@ GPT_OSS_ALPHA = 1.702  # torchtitan has the number in its code, and swiglu_limit
 # torchtitan's type checking of distributed programs (debug.spmd_typechecking) has to be told what
 # an autograd Function does. The layers' Functions are local: a result differs between processes
 # where an input does. Functions of grouped_linear.parallel communicate, and are left out.
-LOCAL_FUNCTIONS = (
-    GroupedLinearFunction,
-    GroupedMLPFunction,
-    GatherFunction,
-    CombineFunction,
-    DeferredWgrad,
-)
 if find_spec("spmd_types") is not None:
-    spmd_types: Any = import_module("spmd_types")
-    for function in LOCAL_FUNCTIONS:
-        spmd_types.register_local_autograd_function(function)
+    local: Any = import_module("spmd_types").register_local_autograd_function
+    of_layers = GroupedLinearFunction, GroupedMLPFunction, DeferredWgrad
+    for function in (*of_layers, GatherFunction, CombineFunction):
+        local(function)
 
 
 class TitanExperts(Converted):
@@ -122,8 +115,10 @@ class FusedExperts(TitanExperts):
             activation = SwiGLU(GPT_OSS_ALPHA, 1.0, limit, interleaved=True)
             # Tensor parallelism sums the processes' outputs, so each process adds its share of the
             # bias. The gradient of the bias is not divided.
-            degree = _tensor_parallel_degree(getattr(self, form.weights[0]))
-            if degree > 1:
+            w: Any = getattr(self, form.weights[0])
+            if is_dtensor(w):
+                inside = (i for i, p in enumerate(w.placements) if p.is_shard() and p.dim != 0)
+                degree = math.prod(map(w.device_mesh.size, inside))
                 down_bias = down_bias - down_bias.detach() * (1 - 1 / degree)
             biases = gate_up_bias, down_bias
         m_splits_E = num_tokens_per_expert_E.to(torch.int32)  # some routers count in float
@@ -142,22 +137,15 @@ class Form:
     biases: tuple[str, ...] = ()  # of these GEMMs
 
 
-#: By the class of torchtitan 0.3 whose forward is run.
+#: By the class of torchtitan 0.3 whose forward is run. Weights are gate, up, down; gate and up as
+#: [E, F, 2, D], down; gate and up, interleaved, down.
 FORMS = {
-    "GroupedExperts": Form(
-        "grouped SwiGLU",
-        SeamExperts,
-        ("w1_EFD", "w3_EFD", "w2_EDF"),  # gate, up, down
-    ),
-    "FusedGroupedExperts": Form(
-        "grouped SwiGLU, w13",
-        FusedExperts,
-        ("w13", "w2_EDF"),  # gate and up [E, F, 2, D], down
-    ),
+    "GroupedExperts": Form("grouped SwiGLU", SeamExperts, ("w1_EFD", "w3_EFD", "w2_EDF")),
+    "FusedGroupedExperts": Form("grouped SwiGLU, w13", FusedExperts, ("w13", "w2_EDF")),
     "GptOssGroupedExperts": Form(
         "grouped SwiGLU of GPT-OSS",
         FusedExperts,
-        ("mlp1_weight_EGD", "mlp2_weight_EDF"),  # gate and up, interleaved; down
+        ("mlp1_weight_EGD", "mlp2_weight_EDF"),
         ("mlp1_bias_EG", "mlp2_bias_ED"),
     ),
 }
@@ -178,7 +166,7 @@ def _form_of(module: nn.Module) -> Any:
 
 def experts_in(module: nn.Module) -> Experts | None:
     """The experts of torchtitan that a module holds, for whoever asks; None if it holds none."""
-    form, here = _form_of(module), is_converted(module)
+    form, here = _form_of(module), isinstance(module, Converted)
     if form is None:
         return None
     E = local_part(getattr(module, form.weights[0])).size(0)
@@ -194,18 +182,21 @@ def experts_in(module: nn.Module) -> Experts | None:
 
 def plan(module: Any, form: Form, name: str, request: Request) -> Write:
     """Check that experts can be converted; the function that does it."""
-    where, recipe, weights = where_in(name, module), request.recipe, request.weights
+    where, recipe = f"convert: {name or type(module).__name__}", request.recipe
+    weights = request.weights
     if request.save_gate_up_in_fp8:
         raise ValueError(f"{where}: save_gate_up_in_fp8 is an option of Hugging Face experts")
     parameters = [module.get_parameter(name) for name in (*form.weights, *form.biases)]
     check_whole(where, parameters, "convert")
     if any(isinstance(p, KEPT) for p in parameters):
         raise ValueError(f"{where}: weights are in FP8 already: convert before they are quantized")
-    check_weights(where, ((name, as_matrices(module.get_parameter(name))) for name in form.weights))
+    for w, p in zip(form.weights, parameters, strict=False):
+        check_weight(where, w, p)
+        check_sizes(where, w, as_matrices(p).shape, request)
     if getattr(module, "_parallelized", False):
         raise ValueError(f"{where}: torchtitan has parallelized it already: convert before")
-    if "forward" in vars(module):
-        raise ValueError(f"{where} has a forward of its own, which would hide the new one")
+    for own in {"forward", "_grouped_mm"} & vars(module).keys():
+        raise ValueError(f"{where} has a {own} of its own, which would hide the new one")
     seam = _owner(class_before(module), "_grouped_mm")
     if seam.__name__ != "GroupedExperts":
         raise ValueError(
@@ -231,25 +222,21 @@ def plan(module: Any, form: Form, name: str, request: Request) -> Write:
         )
     if weights is not None:
         check_replaceable(where, module, form.weights)
-    for name in form.weights:
-        K = module.get_parameter(name).size(-1)
-        check_mx_blocks(where, recipe, weights, **{f"in_features of {name}": K})
+
+    given = recipe, len(parameters[0]), parameters[0].device
+    states: Any = [new_state(*given) for _ in form.weights]
+    parameters.clear()  # a parameter that somebody holds is warned of
 
     def write(changes: Changes) -> None:
         convert_class(module, form.kind)
         vars(module)["recipe"] = recipe
-        if recipe is not None and recipe.has_state:
-            states = (
-                new_state(recipe, len(parameters[0]), parameters[0].device) for _ in form.weights
-            )
-            module.scaling_states = nn.ModuleList(state for state in states if state is not None)
-        parameters.clear()  # a parameter that somebody holds is warned of
+        if states[0] is not None:
+            module.scaling_states = nn.ModuleList(states)
         for w in form.weights if weights is not None else ():
             if weights == "both":
                 keep_both(changes, module, w, recipe)
             else:
-                p = module.get_parameter(w)
-                freeze(changes, module, w, p, request, p.dtype)
+                freeze(changes, module, w, request)
 
     return write
 
@@ -257,11 +244,3 @@ def plan(module: Any, form: Form, name: str, request: Request) -> Write:
 def as_matrices(w: Tensor) -> Tensor:
     """A weight as [E, N, K]: w13 is [E, F, 2, D]."""
     return w.flatten(1, 2) if w.dim() == 4 else w
-
-
-def _tensor_parallel_degree(w: Any) -> int:
-    """Over how many processes the features inside experts are sharded."""
-    if not is_dtensor(w):
-        return 1
-    placements = enumerate(w.placements)
-    return math.prod(w.device_mesh.size(i) for i, p in placements if p.is_shard() and p.dim != 0)

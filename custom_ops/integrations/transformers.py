@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -43,15 +44,14 @@ from grouped_linear.integrations.adapter import (
     Write,
     check_replaceable,
     check_sizes,
-    check_weights,
+    check_weight,
     class_before,
     convert_class,
     freeze,
     keep_both,
-    where_in,
 )
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, ceil_div, dtype_name
-from grouped_linear.nn.checks import check_flags, check_mx_blocks, check_recipe
+from grouped_linear.nn.checks import check_flags, check_recipe
 from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.functional_mlp import apply_mlp
 from grouped_linear.nn.lora import LoraWeights, adapter_of
@@ -82,6 +82,8 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMER
 
 #: The experts implementation that the configurations of converted experts name.
 CONVERTED = "grouped_linear.convert"
+#: By the other names of implementations the recipe and save_gate_up_in_fp8 of their experts.
+OPTIONS: dict[str, tuple[Recipe | None, bool]] = {}
 
 
 def register(
@@ -89,11 +91,8 @@ def register(
 ) -> None:
     """Make ``model.set_experts_implementation(name)`` compute experts with grouped_linear.
 
-    Any model that uses transformers' experts interface then accepts this name, also in
-    ``from_pretrained(..., experts_implementation=name)``. The experts keep their parameters,
-    activation, biases and layouts. Training, inference, ``generate`` and ``torch.compile`` all
-    work. A name always means the options it was registered with, so models with different ones can
-    be used side by side. A quantizing recipe quantizes all experts in every call;
+    So does ``from_pretrained(..., experts_implementation=name)``. A name always means the options
+    it was registered with. A quantizing recipe quantizes all experts in every call;
     :func:`grouped_linear.convert` with ``weights`` does once, or once a step. Experts that
     ``convert`` was given stay as it made them, whatever name is set.
 
@@ -109,8 +108,8 @@ def register(
             one of its activations then raise ValueError when they are called.
 
     Raises:
-        ValueError: for a recipe with a state (``DelayedScaling``), which a function cannot keep,
-            and for a name that is registered with other options or another implementation.
+        ValueError: for a recipe with a state (``DelayedScaling``), and for a name that is
+            registered with other options or another implementation.
 
     >>> import torch
     >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -128,22 +127,17 @@ def register(
     check_recipe("register", recipe)
     check_flags("register", save_gate_up_in_fp8=save_gate_up_in_fp8)
     _check_stateless("register", recipe)
-    function: Any = partial(experts_forward, recipe=recipe, save_gate_up_in_fp8=save_gate_up_in_fp8)
+    options = recipe, save_gate_up_in_fp8
     taken = {"eager", *ALL_EXPERTS_FUNCTIONS, *ALL_FP8_EXPERTS_FUNCTIONS}
-    if name in taken and _options_of_name(name) != function.keywords:
+    if name in taken and OPTIONS.get(name) != options:
         raise ValueError(f"register: {name!r} names another experts implementation already")
-    _register(name, function)
+    OPTIONS[name] = options
+    _register(name)
 
 
-def _register(name: str, function: Any) -> None:
+def _register(name: str) -> None:
     for interface in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
-        interface.register(name, function)
-
-
-def _options_of_name(name: Any) -> dict[str, Any] | None:
-    """The options that a name is registered with, if it is one of grouped_linear's."""
-    function: Any = ALL_EXPERTS_FUNCTIONS.get(name)
-    return function.keywords if getattr(function, "func", None) is experts_forward else None
+        interface.register(name, experts_forward)
 
 
 def options_of(experts: Any) -> tuple[Recipe | None, bool] | None:
@@ -151,8 +145,12 @@ def options_of(experts: Any) -> tuple[Recipe | None, bool] | None:
     name = experts.config._experts_implementation
     if name == CONVERTED:
         return experts.recipe, experts.save_gate_up_in_fp8
-    options = _options_of_name(name)
-    return None if options is None else (options["recipe"], options["save_gate_up_in_fp8"])
+    return OPTIONS.get(name)
+
+
+def recipe_of(experts: Any) -> Recipe | None:
+    """The recipe of experts that compute here; None of all others."""
+    return (options_of(experts) or (None,))[0]
 
 
 def _check_stateless(op: str, recipe: Recipe | None) -> None:
@@ -182,65 +180,60 @@ def experts_in(experts: Any) -> Experts:
 
 def plan(experts: Any, name: str, request: Request) -> Write:
     """Check that experts can be converted; the function that does it."""
-    where, kept_as, weights = where_in(name, experts), storage_of(experts), request.weights
+    where = f"convert: {name or type(experts).__name__}"
+    kept_as, weights = storage_of(experts), request.weights
     save_gate_up_in_fp8 = request.save_gate_up_in_fp8
     _check_stateless("convert", request.recipe)
     if kept_as is not None and weights not in (None, kept_as):
         raise ValueError(
-            f"{where}: the weights are frozen in {kept_as.upper()} and stay so: leave weights "
-            "out, with the recipe Float8BlockScaling(), or load the model in high precision "
-            "(a checkpoint: dequantize=True in its quantization config) and convert that"
+            f"{where}: the weights are frozen in {kept_as.upper()} and stay so: take weights="
+            f"{kept_as!r}, or load the model in high precision (a checkpoint: dequantize=True in "
+            "its quantization config)"
         )
     check_activation(where, experts, save_gate_up_in_fp8)
+    own = vars(experts).get("forward")  # functions around the class's are accelerate's hooks, too
+    if isinstance(own, MethodType) and own.__func__ is not type(experts).forward:
+        raise ValueError(
+            f"{where} has a forward of its own, as Liger's kernels give it, which would hide the "
+            "new one: convert a model without it"
+        )
     if experts.config._experts_implementation == "deepgemm_megamoe":
         raise ValueError(
             f"{where}: transformers' deepgemm_megamoe has rearranged the weights: load the model "
             "with another experts_implementation"
         )
     names = weight_names(experts)
-    if kept_as is None:
-        check_weights(where, ((w, getattr(experts, w)) for w in names))
-    else:
+    if kept_as is not None:
         check_recipe_reads(where, request.recipe, kept_as)
-        for w in names:
-            kept = kept_weight(where, experts, w).each(local_part)
-            check_sizes(where, w, list(kept.stand_in.shape))
-    if weights is not None:
-        check_replaceable(where, experts, names)
-    for w in names if kept_as is None else ():
-        K = getattr(experts, w).size(-2 if experts.is_transposed else -1)
-        check_mx_blocks(where, request.recipe, weights, **{f"in_features of {w}": K})
-    if weights == "both":
-        _check_can_keep_both(where, experts)
+    for w in names:
+        local = local_part(getattr(experts, w))
+        if kept_as is not None:
+            local = kept_weight(where, experts, w).each(local_part).stand_in
+        else:
+            check_weight(where, w, local)
+            local = local.mT if experts.is_transposed else local
+        check_sizes(where, w, local.shape, request)
     freezes = weights in STORAGES and not frozen_of(experts)
-    if freezes:
-        _check_can_freeze(where, experts, request)
+    if weights == "both" or freezes:
+        _check_can_keep(where, experts, request)
 
     def write(changes: Changes) -> None:
         compute_here(experts, request.recipe, save_gate_up_in_fp8)
         for w in names:
-            p: Any = getattr(experts, w)
             if weights == "both":
-                if not isinstance(p, GroupedTensorWithMaster) or p.recipe.weight != weight_format:
-                    keep_both(changes, experts, w, own)
+                keep_both(changes, experts, w, request.recipe)
+            elif freezes and kept_as is not None:  # in the memory that they have
+                kept = kept_weight("convert", experts, w)[:2]
+                freeze(changes, experts, w, request, kept, dtype_of_kept(experts, w))
             elif freezes:
-                dtype = dtype_of_kept(experts, w)
-                if isinstance(experts, FP8Experts):  # in the memory that they have
-                    p = kept_weight("convert", experts, w)[:2]
-                elif experts.is_transposed:
-                    p = p.mT
-                freeze(changes, experts, w, p, request, dtype)
+                freeze(changes, experts, w, request)
 
-    own = request.recipe  # of a weight as it is kept
-    if own is not None and experts.is_transposed:
-        own = own.transposed
-    weight_format = None if own is None else own.weight
     return write
 
 
 def compute_here(experts: Any, recipe: Recipe | None, save_gate_up_in_fp8: bool) -> None:
     """Have experts computed here: by a class and a configuration of their own."""
-    convert_class(experts, ConvertedExperts)
+    convert_class(experts, HuggingFaceExperts)
     vars(experts).update(recipe=recipe, save_gate_up_in_fp8=save_gate_up_in_fp8)
     if experts.config._experts_implementation != CONVERTED:
         config = copy.copy(experts.config)
@@ -251,10 +244,12 @@ def compute_here(experts: Any, recipe: Recipe | None, save_gate_up_in_fp8: bool)
         vars(experts).update(config=config, config_of_model=experts.config)
 
 
-_SAVES = inspect.unwrap(PreTrainedModel.save_pretrained).__code__
+#: An attribute of a model while it saves experts as what they are, see checkpoints/tensors.py.
+SAVES = "_saves_experts"
+_SAVE_PRETRAINED = inspect.unwrap(PreTrainedModel.save_pretrained).__code__
 
 
-class ConvertedExperts(Converted):
+class HuggingFaceExperts(Converted):
     """Experts of transformers' interface that compute here."""
 
     save_gate_up_in_fp8 = False
@@ -262,7 +257,7 @@ class ConvertedExperts(Converted):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *args: Any) -> None:
         recipe = vars(self).get("recipe")
         if self._frozen or (recipe is not None and recipe.weight.qat is not None):
-            _check_saves(prefix.removesuffix("."), bool(self._frozen))
+            _check_saves(prefix.removesuffix("."))
         super()._save_to_state_dict(destination, prefix, *args)
 
     def _load_from_state_dict(
@@ -295,7 +290,7 @@ class ConvertedExperts(Converted):
             )
 
 
-def _check_saves(name: str, is_frozen: bool) -> None:
+def _check_saves(name: str) -> None:
     """Raise ValueError if ``save_pretrained`` of a model runs that convert was not given.
 
     Its config.json does not say that these experts are in few bits: bytes would load as numbers,
@@ -303,44 +298,23 @@ def _check_saves(name: str, is_frozen: bool) -> None:
     of ``save_pretrained`` does.
     """
     frame = sys._getframe()
-    while frame is not None and frame.f_code is not _SAVES:
+    while frame is not None and frame.f_code is not _SAVE_PRETRAINED:
         frame = frame.f_back  # type: ignore[assignment]
     model = None if frame is None else frame.f_locals["self"]
-    quantizer = getattr(model, "hf_quantizer", None)
     only_adapters = getattr(model, "_hf_peft_config_loaded", False)
-    if model is None or only_adapters or getattr(quantizer, "saves_frozen_experts", False):
-        return
-    around = getattr(vars(model).get("save_pretrained"), "func", None)  # of a partial
-    if not is_frozen and hasattr(around, "saves_experts"):
-        return
-    if not is_frozen:
+    if model is not None and not only_adapters and SAVES not in vars(model):
         raise ValueError(
-            f"save_pretrained: {name} learns in MXFP4 since another module than this model was "
-            "converted, and the files would be in 16 bits: call convert(model, recipe) of the "
-            "model that is saved"
+            f"save_pretrained: {name} is in few bits since a part of this model was converted, and "
+            "its config.json would not say so: call convert(model, recipe) of the whole model "
+            "before, which leaves weights as they are"
         )
-    raise ValueError(
-        f"save_pretrained: {name} was frozen when a part of this model was converted, and its "
-        "config.json would not say so: call convert(model, Float8BlockScaling()) of the whole "
-        "model before, which leaves frozen experts as they are"
-    )
 
 
-def _check_can_keep_both(where: str, experts: Any) -> None:
-    """Raise ValueError for weights that are distributed or have no numbers yet."""
-    for name in weight_names(experts):
-        w = getattr(experts, name)
-        if is_dtensor(w) or w.is_meta:
-            what = "is sharded" if is_dtensor(w) else "is on the meta device"
-            raise ValueError(
-                f"{where}: {name} {what}: convert with weights='both' a model that is loaded, "
-                "before it is sharded"
-            )
-
-
-def _check_can_freeze(where: str, experts: Any, request: Request) -> None:
-    """Raise ValueError for experts that few bits do not hold, or that have no whole ones here."""
-    if ".modules_to_save." in where or where.endswith(".original_module"):
+def _check_can_keep(where: str, experts: Any, request: Request) -> None:
+    """Raise ValueError for weights that cannot be replaced, or that ``weights`` does not hold."""
+    names, freezes = weight_names(experts), request.weights in STORAGES
+    check_replaceable(where, experts, names)
+    if freezes and (".modules_to_save." in where or where.endswith(".original_module")):
         raise ValueError(
             f"{where} is in PEFT's modules_to_save and learns whole, as no frozen weight does: use "
             "weights='both' or None"
@@ -351,26 +325,27 @@ def _check_can_freeze(where: str, experts: Any, request: Request) -> None:
             "out_features, in_features], as checkpoints in FP8 have them: use weights='mxfp4', "
             "'both' or None"
         )
-    for name in weight_names(experts):
+    for name in names:
         w = getattr(experts, name)
         if w.is_meta and not request.before_loading:
             reason = "is on the meta device, it has no numbers yet: load the checkpoint before"
             if hasattr(experts, "_hf_hook"):
-                reason = (
-                    "is offloaded by accelerate: load the model without offloading its experts, "
-                    "which take half of the memory in FP8, a quarter in MXFP4"
-                )
+                reason = "is offloaded by accelerate: load the model without offloading its experts"
             raise ValueError(f"{where}: {name} {reason}")
-        if not is_dtensor(w):
-            continue
-        fsdp = importlib.import_module("torch.distributed.fsdp").FSDPModule
-        if any(isinstance(module, fsdp) for module in request.model.modules()):
-            raise ValueError(f"{where}: {name} is sharded by FSDP: convert before fully_shard")
-        if not is_by_experts(w):
-            raise ValueError(
-                f"{where}: {name} is split inside of each expert, {w.placements}: distribute "
-                "whole experts instead, with DistributedConfig(ep_size=...)"
-            )
+        if is_dtensor(w):
+            fsdp = importlib.import_module("torch.distributed.fsdp").FSDPModule
+            if not freezes or any(isinstance(module, fsdp) for module in request.model.modules()):
+                raise ValueError(f"{where}: {name} is sharded: load it whole and convert it before")
+            check_by_experts(f"{where}: {name}", w)
+
+
+def check_by_experts(where: str, w: Any) -> None:
+    """Raise ValueError for a weight that is sharded otherwise than by whole experts."""
+    if is_dtensor(w) and not is_by_experts(w):
+        raise ValueError(
+            f"{where} is split inside of each expert, {w.placements}: distribute whole experts "
+            "instead, with DistributedConfig(ep_size=...)"
+        )
 
 
 # --- the forward ---------------------------------------------------------------------------------
@@ -382,8 +357,6 @@ def experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     *,
-    recipe: Recipe | None,
-    save_gate_up_in_fp8: bool,
     lora: Mapping[str, LoraWeights] | None = None,
 ) -> Tensor:
     """The function that transformers calls in place of an experts module's forward.
@@ -393,9 +366,16 @@ def experts_forward(
     choices [T, C] of tokens [T, H] E is another process's expert and adds nothing. ``lora`` is by
     a weight's name, as of [E, N, K].
     """
-    lora = lora or {}
+    (recipe, save_gate_up_in_fp8), lora = cast(Any, options_of(experts)), lora or {}
     if "parametrizations" in experts._modules and not torch.compiler.is_compiling():
-        _warn_of_adapters(experts)
+        makers = {type(module).__module__ for module in experts.parametrizations.modules()}
+        if any(maker.startswith("peft.") for maker in makers):
+            warnings.warn(  # which Python does once
+                "grouped_linear: PEFT makes weights of all experts in each call: call "
+                "grouped_linear.integrations.peft.use_grouped_adapters(model) after "
+                "get_peft_model, which has rows go through the adapters instead",
+                stacklevel=1,
+            )
 
     def projection(name: str) -> Projection:
         w, stored = _operand(experts, name, recipe)
@@ -417,38 +397,17 @@ def experts_forward(
     routing = ops.sort_by_expert(top_k_index, experts.num_experts)
     m_splits_E = routing.offs.diff(prepend=routing.offs.new_zeros(1))
 
-    def layer(x: Tensor, name: str) -> Tensor:
-        given = projection(name)
-        return apply_linear(x, m_splits_E, given)
-
     x_RH = GatherFunction.apply(hidden_states, *routing)
-    gate_up_RG = layer(x_RH, names[0])
+    gate_up_RG = apply_linear(x_RH, m_splits_E, projection(names[0]))
     h_RF = experts._apply_gate(gate_up_RG) if experts.has_gate else experts.act_fn(gate_up_RG)
-    y_RH = layer(h_RF, names[1])
+    y_RH = apply_linear(h_RF, m_splits_E, projection(names[1]))
     if experts.has_post_expert_norm:
         y_RH = experts.post_expert_norm(y_RH)
     out_TH: Tensor = CombineFunction.apply(y_RH, top_k_weights, *routing)
     return out_TH.to(hidden_states.dtype)
 
 
-def converted_forward(experts: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of converted experts, by their own options."""
-    kwargs |= {"recipe": experts.recipe, "save_gate_up_in_fp8": experts.save_gate_up_in_fp8}
-    return experts_forward(experts, *args, **kwargs)
-
-
-_register(CONVERTED, converted_forward)
-
-
-def _warn_of_adapters(experts: Any) -> None:
-    """Say, as Python does once, that PEFT's adapters make weights of all experts in each call."""
-    if any(type(m).__module__.startswith("peft.") for m in experts.parametrizations.modules()):
-        warnings.warn(
-            "grouped_linear: PEFT makes weights of all experts in each call: call "
-            "grouped_linear.integrations.peft.use_grouped_adapters(model) after get_peft_model, "
-            "which has rows go through the adapters instead",
-            stacklevel=2,
-        )
+_register(CONVERTED)
 
 
 def _operand(
@@ -522,6 +481,15 @@ def storage_of(experts: Any) -> str | None:
     if scale is None:
         return None
     return "mxfp4" if scale.size(1) == experts.hidden_dim else "fp8"  # for each row, or for 128
+
+
+def shape_of(experts: Any, name: str) -> torch.Size:
+    """[E, N, K] of a weight of experts, of all processes together, however it is kept."""
+    own, kept_as = getattr(experts, name), storage_of(experts)
+    if kept_as is not None:
+        return torch.Size((*own.shape[:2], own.size(2) * STORAGES[kept_as].per_entry))
+    shape: torch.Size = own.mT.shape if experts.is_transposed else own.shape
+    return shape
 
 
 def dtype_of_kept(experts: Any, name: str) -> torch.dtype:

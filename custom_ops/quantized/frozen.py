@@ -417,6 +417,7 @@ class KeepsFrozen(nn.Module):
             state_dict[key] = distributed_like(w, plain)
         elif w.dtype.itemsize == 1 or (frozen is not None and not w.is_floating_point()):
             fits, got = dtype_name(storage.values), dtype_name(w.dtype)
+            got += " without" if w.dtype == torch.uint8 and scale is None else ""
             if weights is not None and w.dtype == getattr(scale, "dtype", None):  # a layer's bytes
                 fits = "MXFP4" if weights == "fp8" else "FP8"
                 got = f"{weights.upper()}: load what dequantize(name) of its layer returns"

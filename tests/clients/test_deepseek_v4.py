@@ -124,6 +124,15 @@ def test_quantized_again(folder: Path, tmp_path: Path) -> None:
     assert_same_bits(logits(packed(tmp_path)), expected)
 
 
+def test_published_names_of_one_loaded_in_16_bits(folder: Path, tmp_path: Path) -> None:
+    dequantized(folder).save_pretrained(tmp_path / "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    convert(model, weights="mxfp4")
+    model.save_pretrained(tmp_path / "few")
+    saved, source = (load_file(path / "model.safetensors") for path in (tmp_path / "few", folder))
+    assert saved.keys() == source.keys()
+
+
 @pytest.mark.parametrize("weights", [None, "both"])
 def test_saves_what_learns_as_published(folder: Path, weights: Any, tmp_path: Path) -> None:
     """From the published checkpoint through steps to one of the same names, dtypes and sizes."""
@@ -220,7 +229,7 @@ def test_refused(folder: Path, tmp_path: Path) -> None:
     model = packed(folder)
     for weights in ("fp8", "both"):
         said = sentence(lambda w=weights: convert(model, Float8BlockScaling(), weights=w))
-        assert "the weights are frozen in MXFP4 and stay so: leave weights out" in said
+        assert "the weights are frozen in MXFP4 and stay so: take weights='mxfp4'" in said
     plain = peft.get_peft_model(packed(folder), config_of(target_modules=["q_a_proj"]))
     assert "for_packed_experts(config)" in sentence(lambda: use_grouped_adapters(plain))
     assert "are parametrized" in sentence(lambda: logits(plain))

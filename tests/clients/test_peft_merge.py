@@ -97,6 +97,16 @@ def test_weights_in_fp8_stay() -> None:
     assert torch.equal(logits(later), merged)
 
 
+def test_the_model_below_adapters_is_not_saved(tmp_path: Path) -> None:
+    """Its files would have PEFT's names, which nothing loads."""
+    model = grouped(model_of(), config_of(), None, "mxfp4", "last")
+    with pytest.raises(ValueError, match="is of a model with adapters: merge or unload them"):
+        model.get_base_model().save_pretrained(tmp_path / "below")
+    assert not (tmp_path / "below").exists()
+    model.save_pretrained(tmp_path / "adapters")
+    model.unload().save_pretrained(tmp_path / "below")
+
+
 def test_mixed_models_stay() -> None:
     """Of linear layers as well, which PEFT merges first."""
     model = model_of()

@@ -128,6 +128,9 @@ def test_refused(folder: Path) -> None:
         "the adapter's sizes off its bytes: give get_peft_model for_packed_experts(config)"
     )
     assert "are parametrized" in sentence(lambda: plain(IDS))
+    biases = for_packed_experts(config_of(["mlp.experts.gate_up_proj_bias"]))
+    plain = peft.get_peft_model(packed(folder), biases)
+    assert "has adapters on gate_up_proj_bias" in sentence(lambda: use_grouped_adapters(plain))
     whole = for_packed_experts(peft.LoraConfig(target_modules=["experts"]))
     with pytest.raises(ValueError, match=r"Target module Grouped.*is not supported"):  # by PEFT
         peft.get_peft_model(packed(folder), whole)

@@ -31,9 +31,9 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from grouped_linear.integrations.transformers import (
     FILES,
-    options_of,
+    recipe_of,
     same_activation,
-    storage_of,
+    shape_of,
     weight_names,
 )
 from grouped_linear.integrations.wrappers import named_unwrapped
@@ -131,10 +131,12 @@ def _named_with_scales(
     stand_in: Any = SimpleNamespace(named_parameters=lambda: with_scales, config=model.config)
     # Nothing is quantized while it is saved.
     quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(), pre_quantized=False)
-    candidates = [_conversions_of(model)] if hasattr(model, "_weight_conversions") else []
     renamed = [_SCALE_NAMES] if model.config.model_type == "deepseek_v4" else []
-    for base in (*candidates, renamed + _conversions_of(model, loaded=False)):
-        candidates.append(HfQuantizer.update_weight_conversions(quantizer, base, stand_in))
+    own, of_class = _conversions_of(model), _conversions_of(model, loaded=False)
+    candidates = [own]
+    for base in (own, of_class):
+        given = [*renamed, *base], stand_in
+        candidates.append(HfQuantizer.update_weight_conversions(quantizer, *given))
     for conversions in candidates:
         obstacle = _obstacle_of_names(model, conversions, state, kept_as)
         if obstacle is None:
@@ -144,7 +146,7 @@ def _named_with_scales(
 
 def recipe_of_blocks(experts: Any) -> Recipe:
     """The recipe that quantizes experts in high precision to FP8 blocks: theirs, or the default."""
-    recipe, _ = options_of(experts) or (None, False)
+    recipe = recipe_of(experts)
     return recipe if recipe is not None and recipe.weight.in_blocks else Float8BlockScaling()
 
 
@@ -243,15 +245,6 @@ def as_saved(model: Any, conversions: list[Any], state: dict[str, Tensor]) -> di
     with for_now(model, {"_weight_conversions": conversions}):
         saved: dict[str, Tensor] = revert_weight_conversion(model, state)
     return saved
-
-
-def shape_of(experts: Any, name: str) -> torch.Size:
-    """[E, N, K] of a weight of experts, of all processes together, however it is kept."""
-    own, kept_as = getattr(experts, name), storage_of(experts)
-    if kept_as is not None:
-        return torch.Size((*own.shape[:2], own.size(2) * STORAGES[kept_as].per_entry))
-    shape: torch.Size = own.mT.shape if experts.is_transposed else own.shape
-    return shape
 
 
 def empty_bytes(shape: torch.Size, kept_as: str) -> Parts:

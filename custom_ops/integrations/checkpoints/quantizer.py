@@ -31,11 +31,12 @@ from grouped_linear.integrations.checkpoints.formats import for_now
 from grouped_linear.integrations.checkpoints.tensors import save_as_published
 from grouped_linear.integrations.convert import carry_out, plans_of
 from grouped_linear.integrations.experts import goes_through_interface
+from grouped_linear.integrations.transformers import check_by_experts
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.nn.checks import check_recipe
 from grouped_linear.quantized import keep
 from grouped_linear.quantized.frozen import as_bytes, frozen_of, quantized
-from grouped_linear.quantized.keep import SCALE, is_dtensor, local_part
+from grouped_linear.quantized.keep import SCALE, local_part
 from grouped_linear.recipes import Recipe
 
 __all__ = ["GroupedLinearConfig"]
@@ -56,14 +57,14 @@ class _Name(str):
 class GroupedLinearConfig(Mxfp4Config):  # of the classes whose options are laid over a file's
     """Have ``from_pretrained`` load a model whose experts are kept in FP8 or MXFP4.
 
-    Its state dict has the bits that :func:`grouped_linear.convert` makes, with the same arguments,
-    of the model in 16 bits. That model is never in memory: each expert is quantized as it is read.
-    Experts that the checkpoint has in these few bits (DeepSeek-V3's and Qwen's FP8, GPT-OSS's
-    MXFP4, DeepSeek-V4's FP4) are its bytes. FP8 becomes MXFP4 on request. Other modules are as
-    transformers loads them. ``model.hf_quantizer.report`` is convert's report, without errors.
+    Its state dict has the bits that :func:`grouped_linear.convert` makes of the model in 16 bits,
+    which is never in memory: each expert is quantized as it is read. Experts that the checkpoint
+    has in these few bits (DeepSeek-V3's and Qwen's FP8, GPT-OSS's MXFP4, DeepSeek-V4's FP4) are its
+    bytes. FP8 becomes MXFP4 on request. Other modules are as transformers loads them.
+    ``model.hf_quantizer.report`` is convert's report, without errors.
 
-    The model trains adapters, and ``save_pretrained`` writes a published format, which loads so
-    again, or raises before it writes a file.
+    ``save_pretrained`` writes a published format, which loads so again, or raises before it writes
+    a file.
 
     Args:
         weights: "fp8" or "mxfp4", as convert takes it.
@@ -260,8 +261,7 @@ class GroupedLinearQuantizer(HfQuantizer):
         if self._reads_as_is:
             self.report = carry_out(self._request)
         for module in self._experts.values():
-            if frozen_of(module):
-                module._guard()
+            module._guard()
         self._experts, self._packed, self._request, self._plain = {}, {}, None, None
 
 
@@ -279,11 +279,7 @@ class OnArrival(WeightConverter):
         if quantizer is None or layer_name not in quantizer._packed:  # or a file is written
             return super().convert(layer_name, *args, **options)
         own = getattr(quantizer._packed[layer_name], layer_name.rpartition(".")[2])
-        if is_dtensor(own) and not keep.is_by_experts(own):
-            raise ValueError(
-                f"{_OP}: {layer_name} is split inside of each expert, {own.placements}: "
-                "distribute whole experts instead, with DistributedConfig(ep_size=...)"
-            )
+        check_by_experts(f"{_OP}: {layer_name}", own)
         plain = options["model"] = quantizer._plain  # steps ask for shapes and dtypes
         given, self.collected_tensors = dict(self.collected_tensors), defaultdict(list)
         apart = any(isinstance(step, MergeModulelist) for step in self.operations)

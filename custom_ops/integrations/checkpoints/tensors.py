@@ -24,16 +24,18 @@ from grouped_linear.integrations.checkpoints.formats import (
     for_now,
     in_file,
     recipe_of_blocks,
-    shape_of,
 )
 from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.transformers import (
+    SAVES,
     kept_weight,
-    options_of,
+    recipe_of,
+    shape_of,
     storage_of,
     weight_names,
 )
 from grouped_linear.integrations.wrappers import named_unwrapped, plain_name, unwrapped
+from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.quantized.frozen import STORAGES, Frozen, Parts, as_bytes, frozen_of, quantized
 from grouped_linear.quantized.keep import (
     SCALE,
@@ -62,9 +64,9 @@ class CheckpointTensors:
     Iteration gives pairs of name and whole tensor. Experts have the bits that training multiplies:
     e4m3 numbers ``...weight`` and float32 scales ``...weight_scale_inv`` of 128 x 128 blocks, as
     DeepSeek-V3; MXFP4 as DeepSeek-V4, int8 codes and E8M0 scales, or as GPT-OSS, ``..._blocks`` and
-    ``..._scales``; or numbers of 16 bits. All other weights come as the model has them, tied ones
-    once. It is what vLLM calls a ``WeightSource``: :meth:`metadata` and iteration agree element for
-    element, and each iteration reads the numbers of its moment. Make another one after ``convert``.
+    ``..._scales``; or numbers of 16 bits. Tied weights come once. It is what vLLM calls a
+    ``WeightSource``: :meth:`metadata` and iteration agree element for element, and each iteration
+    reads the numbers of its moment. Make another one after ``convert``.
 
     Of a sharded model (FSDP2, transformers' ``DistributedConfig``) every process iterates to the
     end, and has every tensor: a layer is gathered at a time. Elsewhere tensors are views of the
@@ -72,18 +74,17 @@ class CheckpointTensors:
 
     Args:
         model: a transformers model.
-        weights: how experts are handed over. None: as training multiplies them, in FP8 blocks
-            under ``Float8BlockScaling``, in MXFP4 where they learn or are frozen in it, else as
-            they are. ``"fp8"`` and ``"mxfp4"`` quantize experts that training multiplies in 16
-            bits or another form; ``"bf16"`` has experts that learn in bfloat16.
+        weights: how experts are handed over. None: as training multiplies them. ``"fp8"`` and
+            ``"mxfp4"`` quantize experts that training multiplies in 16 bits or another form;
+            ``"bf16"`` has experts that learn in bfloat16.
 
     Attributes:
         quantization_config: the entry of this checkpoint's ``config.json``; None in 16 bits.
 
     Raises:
         ValueError: for experts that the format cannot hold, as those with biases in FP8; for
-            adapters beside weights, and weights without numbers; for frozen weights, or weights
-            that learn in MXFP4, in another format.
+            adapters beside weights, and weights without numbers; for experts in few bits, in other
+            ones.
 
     >>> from grouped_linear import Float8BlockScaling, convert
     >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -109,11 +110,8 @@ class CheckpointTensors:
         if weights not in (None, "bf16", *STORAGES):
             choices = "None, 'bf16', 'fp8' or 'mxfp4'"
             raise ValueError(f"{OP}: weights must be {choices}, got {weights!r}")
-        is_peft = any(c.__name__ == "PeftModel" for m in model.modules() for c in type(m).__mro__)
-        parts_of_peft = ".lora_", ".base_layer.", ".original_module."
+        check_no_adapters(OP, model)
         for name, t in self._tensors().items():
-            if is_peft or any(part in name for part in parts_of_peft):
-                raise ValueError(f"{OP}: {name} is of a model with adapters: merge them before")
             if t.is_meta:
                 raise ValueError(f"{OP}: {name} is on the meta device and has no numbers yet")
         experts = _experts_of(self._model)
@@ -127,17 +125,10 @@ class CheckpointTensors:
             remedy = "" if no_way else ": weights='bf16' hands experts over in 16 bits"
             raise ValueError(f"{OP}: {obstacle}{remedy}")
         self.quantization_config = self._config and self._config.to_dict()
-        self._experts = {
-            f"{name}.{w}": (module, w, forms[name])
-            for name, module in experts.items()
-            for w in weight_names(module)
-        }
+        self._experts = _weights_of(experts, forms)
 
     def metadata(self) -> list[TensorMeta]:
-        """The name, dtype and whole shape of each tensor, in the order of iteration.
-
-        No number is read, computed or sent.
-        """
+        """The tensors in the order of iteration; no number is read, computed or sent."""
         return [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in self._pairs(_like)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -174,6 +165,15 @@ class CheckpointTensors:
         return {name: t for name, t in found.items() if found.get(tied.get(name)) is not t}
 
 
+def check_no_adapters(op: str, model: nn.Module) -> None:
+    """Raise ValueError for a model with PEFT's adapters, whose names no checkpoint has."""
+    is_peft = any(c.__name__ == "PeftModel" for m in model.modules() for c in type(m).__mro__)
+    parts_of_peft = ".lora_", ".base_layer.", ".original_module."
+    for name in unwrapped(model).state_dict(keep_vars=True):
+        if is_peft or any(part in name for part in parts_of_peft):
+            raise ValueError(f"{op}: {name} is of a model with adapters: merge or unload them")
+
+
 def save_as_published(module: nn.Module) -> None:
     """Have the models of transformers in a module save experts in few bits as what they are.
 
@@ -197,56 +197,61 @@ def _is_loaded_here(model: Any) -> bool:
 
 def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     """``save_pretrained`` of a model with experts in few bits, around the one that it had."""
-    save, experts = partial(saves, *args, **kwargs), _experts_of(model)
+    experts = _experts_of(model)
     options = signature(PreTrainedModel.save_pretrained).bind(model, *args, **kwargs).arguments
+    resumes = not options.get("save_original_format", True)
     # A run that goes on needs what learns in high precision.
-    resumes = options.get("distributed_checkpoint") or not options.get("save_original_format", True)
-    learns = {n: None if resumes or storage_of(m) else _learns_in(m) for n, m in experts.items()}
-    changed = any(learns[name] or frozen_of(module) for name, module in experts.items())
+    in_high = resumes or options.get("distributed_checkpoint")
+    forms = {n: storage_of(m) or (None if in_high else _learns_in(m)) for n, m in experts.items()}
+    learns = any(form and storage_of(experts[name]) is None for name, form in forms.items())
+    changed = learns or any(map(frozen_of, experts.values()))
+    of_model: dict[str, Any] = {SAVES: True}
+    if _is_loaded_here(model):
+        of_model["hf_quantizer"] = None  # beside a quantizer transformers takes no state_dict=
     if not changed or getattr(model, "_hf_peft_config_loaded", False):  # adapters alone are saved
-        # Beside a quantizer transformers takes no state_dict=.
-        with for_now(model, {"hf_quantizer": None} if _is_loaded_here(model) else {}):
-            return save()
-    forms = {name: learns[name] or storage_of(module) for name, module in experts.items()}
+        with for_now(model, of_model):
+            return saves(*args, **kwargs)  # type: ignore[no-any-return]
+    op = "save_pretrained"
+    check_no_adapters(op, model)
     config, conversions, obstacle = checkpoint_of(model, experts, forms)
     if obstacle is not None:
-        high = "high precision by save_original_format=False, " if any(learns.values()) else ""
+        high = "high precision by save_original_format=False, " if learns else ""
         raise ValueError(
-            f"save_pretrained: {obstacle}: save {high}the model before it is converted, or its "
-            "state_dict()"
+            f"{op}: {obstacle}: save {high}the model before it is converted, or its state_dict()"
         )
+    few = {key: of for key, of in _weights_of(experts, forms).items() if of[2] is not None}
+    given: Any = options.get("state_dict")
+    for key, t in (given or {}).items():
+        if plain_name(key) in few and t.dtype.itemsize == 1 and key + SCALE not in given:
+            raise ValueError(f"{op}: state_dict has {key} in {dtype_name(t.dtype)} without scales")
     gather, quantizer = model.gather_sharded_state_dict_for_save, FineGrainedFP8HfQuantizer(config)
-    given = options.get("state_dict")  # which transformers takes from a quantizer, where one is
-    own = {"saves_frozen_experts": True, "get_state_dict_and_metadata": lambda _: (given, {})}
-    vars(quantizer).update(own)
+    vars(quantizer)["get_state_dict_and_metadata"] = lambda _: (given, {})
 
     def gathered(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The state as files have it, made of bytes, which are made of weights that learn."""
-        state = dict(gather(*args, **kwargs))
-        if resumes:
-            return state
-        state = {plain_name(key): t for key, t in state.items()}
-        for key in [*state]:
-            name, _, w = key.rpartition(".")
-            form, is_kept = forms.get(name), key + SCALE in state
-            if form and w in weight_names(experts[name]):
-                t, scale = state.pop(key), state.pop(key + SCALE, None)
-                if is_kept and key in model.all_tied_weights_keys:
-                    scale = scale.clone()  # transformers reads them, and ties numbers alone
-                parts = (t, scale) if is_kept else _quantized(experts[name], t, form)
-                state |= in_file(key, form, parts, config)
+        """The state as files have it; by the model's names if a run is to go on."""
+        found: Any = gather(*args, **kwargs)
+        state: dict[str, Any] = {}
+        for key, t in found.items():
+            name = plain_name(key)
+            own = key if resumes else name
+            if name in few:
+                (module, _, form), scale = few[name], found.get(key + SCALE)
+                parts = (t, scale) if t.dtype.itemsize == 1 else _quantized(module, t, form)
+                if name in model.all_tied_weights_keys:
+                    parts = parts[0], parts[1].clone()  # transformers ties numbers alone
+                state |= in_file(own, form, parts, None if resumes else config)
+            elif name.removesuffix(SCALE) not in few:
+                state[own] = t
         return state
 
-    of_model = {
+    of_model |= {
         "hf_quantizer": quantizer,
         "_weight_conversions": conversions,
         "gather_sharded_state_dict_for_save": gathered,
     }
     with for_now(model, of_model), for_now(model.config, {"quantization_config": config}):
-        return save()
+        return saves(*args, **kwargs)  # type: ignore[no-any-return]
 
-
-_save.saves_experts = True  # type: ignore[attr-defined]  # as modules ask
 
 # --- how experts are handed over -----------------------------------------------------------------
 
@@ -269,15 +274,20 @@ def _experts_of(model: nn.Module) -> dict[str, Any]:
     return {name: m for name, m in named_unwrapped(model, False) if goes_through_interface(m)}
 
 
+def _weights_of(experts: dict[str, Any], forms: dict[str, Any]) -> dict[str, tuple[Any, str, Any]]:
+    """The modules of weights, their names there and their forms, by their names in checkpoints."""
+    named = ((name, module, w) for name, module in experts.items() for w in weight_names(module))
+    return {f"{name}.{w}": (module, w, forms[name]) for name, module, w in named}
+
+
 def _learns_in(experts: Any) -> str | None:
     """The few bits that training rounds a weight to which learns, "mxfp4", or None."""
-    recipe, _ = options_of(experts) or (None, False)
-    return None if recipe is None else recipe.weight.qat
+    return (recipe_of(experts) or UNQUANTIZED).weight.qat
 
 
 def _form_of(name: str, experts: Any, weights: str | None) -> str | None:
     """How experts are handed over: "fp8", "mxfp4", "bf16", or None for as they are."""
-    recipe, _ = options_of(experts) or (None, False)
+    recipe = recipe_of(experts)
     format, kept_as = (recipe or UNQUANTIZED).weight, storage_of(experts)
     few = kept_as or _learns_in(experts)
     if weights not in (None, few) and (kept_as or (few and weights in STORAGES)):
