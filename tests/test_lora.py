@@ -544,11 +544,13 @@ def test_autocast(device: str) -> None:
 
 def test_without_gradient() -> None:
     """Nothing is kept under no_grad, and the output is the same."""
-    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), lora=Lora(8))
-    x, chosen = torch.randn(9, H), torch.rand(9, E).topk(2)
-    y = mlp(x, *chosen)
-    with torch.no_grad():
-        assert_same_bits(mlp(x, *chosen), y.detach())
+    linear, mlp = (learned(kind(E, H, F, lora=Lora(8))) for kind in (GroupedLinear, GroupedMLP))
+    x = torch.randn(sum(SPLITS), H)
+    for layer, *given in ((linear, SPLITS), (mlp, *torch.rand(len(x), E).topk(2))):
+        y = layer(x, *given)
+        with torch.no_grad(), saved_tensors() as kept:
+            assert_same_bits(layer(x, *given), y.detach())
+        assert not kept
 
 
 @pytest.mark.parametrize(
