@@ -78,6 +78,8 @@ def test_bits_of_grouped_mlp(weighted: bool, recipe: Recipe | None, kind: str, d
         leaves[1] = None
     actual, expected = (run(of(kind, recipe, device), leaves) for of in (ours, by_choice))
     assert_all_same_bits(actual, expected)
+    with torch.no_grad():
+        assert_same_bits(ours(kind, recipe, device)(*leaves), actual[0])
     assert not actual[0][sum(SPLITS) :].any()
 
 
