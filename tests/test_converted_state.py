@@ -45,7 +45,6 @@ from support.processes import (
     started,
 )
 
-E4M3 = torch.float8_e4m3fn
 E, H, F = 3, 32, 64  # experts do not divide by processes
 IDS = torch.arange(14).reshape(2, 7)
 

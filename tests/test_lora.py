@@ -533,22 +533,29 @@ def test_cuda_graph(weights: Any) -> None:
 
 def test_autocast(device: str) -> None:
     """Under autocast the adapter computes in its dtype, and its gradient has its own."""
-    layer = GroupedLinear(E, 64, 32, lora=Lora(8), device=device)
-    with torch.autocast(device, BF16):
-        y = layer(torch.randn(sum(SPLITS), 64, device=device), SPLITS)
-    assert y.dtype == BF16
-    y.sum().backward()
-    assert layer.weight_lora_b.grad is not None
-    assert layer.weight_lora_b.grad.dtype == FP32
+    options: dict[str, Any] = {"weights": "fp8", "lora": Lora(8), "device": device}
+    linear, mlp = (kind(E, H, F, **options) for kind in (GroupedLinear, GroupedMLP))
+    x = torch.randn(sum(SPLITS), H, device=device)
+    for layer, *given in ((linear, SPLITS), (mlp, *torch.rand(len(x), E).to(x).topk(2))):
+        with_numbers_in_adapters(layer)
+        with torch.autocast(device, BF16):
+            y = layer(x, *given)
+        assert_same_bits(y, layer(x.to(BF16), *given))
+        y.sum().backward()
+        for name, p in layer.named_parameters():
+            assert (p.grad is not None) == ("lora" in name)
+            assert p.grad is None or p.grad.dtype == FP32
 
 
 def test_without_gradient() -> None:
     """Nothing is kept under no_grad, and the output is the same."""
-    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), lora=Lora(8))
-    x, chosen = torch.randn(9, H), torch.rand(9, E).topk(2)
-    y = mlp(x, *chosen)
-    with torch.no_grad():
-        assert_same_bits(mlp(x, *chosen), y.detach())
+    linear, mlp = (learned(kind(E, H, F, lora=Lora(8))) for kind in (GroupedLinear, GroupedMLP))
+    x = torch.randn(sum(SPLITS), H)
+    for layer, *given in ((linear, SPLITS), (mlp, *torch.rand(len(x), E).topk(2))):
+        y = layer(x, *given)
+        with torch.no_grad(), saved_tensors() as kept:
+            assert_same_bits(layer(x, *given), y.detach())
+        assert not kept
 
 
 @pytest.mark.parametrize(

@@ -371,6 +371,13 @@ def test_a_weight_of_nan_for_no_expert() -> None:
     assert not spoilt.grad[outside].any()
 
 
+def test_leading_dimensions(device: str) -> None:
+    mlp = GroupedMLP(E, H, F, device=device)
+    given = torch.randn(3, 4, H, device=device), *torch.rand(3, 4, E, device=device).topk(2)
+    flat = mlp(*(t.flatten(0, 1) for t in given))
+    assert_same_bits(mlp(*given), flat.view(3, 4, H))
+
+
 def mlp_of(
     kind: str, recipe: Recipe | None, device: str, dtype: torch.dtype | None = None, **more: Any
 ) -> GroupedMLP:

@@ -43,13 +43,13 @@ def leaves_of(kind: str, device: str, dtype: torch.dtype) -> list[Tensor]:
     return drawn_leaves((R,), *KINDS[kind], device, dtype)
 
 
-def ours(kind: str, recipe: Recipe | None, device: str) -> Callable[..., Tensor]:
+def ours(kind: str, recipe: Recipe | None, device: str, **more: Any) -> Callable[..., Tensor]:
     m_splits, states = torch.tensor(SPLITS, device=device), states_of(recipe, device)
 
     def mlp(x: Tensor, weights: Tensor | None, *parameters: Tensor) -> Tensor:
         gate_up, down, *biases = parameters
         call = x, m_splits, gate_up, down, weights, recipe, states
-        return grouped_mlp_sorted(*call, activation=KINDS[kind][0], **biases_of(biases))
+        return grouped_mlp_sorted(*call, activation=KINDS[kind][0], **biases_of(biases), **more)
 
     return mlp
 
@@ -78,6 +78,10 @@ def test_bits_of_grouped_mlp(weighted: bool, recipe: Recipe | None, kind: str, d
         leaves[1] = None
     actual, expected = (run(of(kind, recipe, device), leaves) for of in (ours, by_choice))
     assert_all_same_bits(actual, expected)
+    with torch.no_grad():
+        assert_same_bits(ours(kind, recipe, device)(*leaves), actual[0])
+    again = ours(kind, recipe, device, recompute_gate_up=True)
+    assert_all_same_bits(run(again, leaves), actual)
     assert not actual[0][sum(SPLITS) :].any()
 
 

@@ -720,8 +720,6 @@ def test_the_tolerance_catches_narrow_sums_and_narrow_operands() -> None:
 
 # --- gradients -----------------------------------------------------------------------------------
 
-GRADIENT_OPS = ("grouped_mm", "grouped_mm_wgrad", "grouped_bias_grad")
-
 
 @pytest.mark.parametrize("low", [{}, {"r": 32}], ids=["", "low_rank"])
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)

@@ -66,8 +66,6 @@ def test_update_scales_of_a_whole_model(device: str) -> None:
 
 # --- any rows ------------------------------------------------------------------------------------
 
-ROW_OPS = ("group_quantize_current", "group_quantize_delayed", "group_quantize_mx")
-
 
 def check_mx(sample: Sample, device: str) -> None:
     """group_quantize_mx and group_round_mx on the same arguments."""

@@ -32,7 +32,6 @@ E, F, H = 3, 128, 32
 SIZES = {"intermediate_size": F, "moe_intermediate_size": F, "num_hidden_layers": 2}
 IDS = torch.arange(14).reshape(2, 7)
 PREFIX = {"mixtral": "block_sparse_moe.experts.{}.", "qwen3_moe": "mlp.experts.{}."}
-NAMES = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
 FAMILY = pytest.mark.parametrize("family", PREFIX)
 
 

@@ -41,7 +41,6 @@ from support.saved import saved_tensors
 from support.tensors import BF16
 
 E, T, K, N = 4, 40, 32, 144
-E4M3 = torch.float8_e4m3fn
 SPLITS = ([10, 0, 20, 9], [0, 40, 0, 0], [1, 2, 3, 4])
 
 

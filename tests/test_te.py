@@ -59,11 +59,13 @@ def test_arguments_have_the_order_of_transformer_engine() -> None:
 def test_init_method_fills_every_expert() -> None:
     shapes = []
 
-    def init(w: Tensor) -> None:
-        shapes.append(w.shape)
-        w.fill_(len(shapes))
+    class Init(nn.Module):  # as any other function
+        def forward(self, w: Tensor) -> None:
+            shapes.append(w.shape)
+            w.fill_(len(shapes))
 
-    layer = make_layer(init_method=init)
+    layer = make_layer(init_method=Init())
+    assert not [*layer.children()]
     assert shapes == 3 * [(32, 16)]
     assert layer.weight[:, 0, 0].tolist() == [1, 2, 3]
     layer.reset_parameters()

@@ -151,15 +151,11 @@ def load_other(assign: bool) -> Callable[[Any], None]:
 
 def load_checkpoint_in_place(layer: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        _load_checkpoint_in_place(layer, folder)
-
-
-def _load_checkpoint_in_place(layer: Any, folder: str) -> None:
-    dcp.save({"layer": layer.state_dict()}, checkpoint_id=folder, no_dist=True)
-    with torch.no_grad():
-        layer.weight.zero_()
-    state = {"layer": layer.state_dict()}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)  # and nothing else
+        dcp.save({"layer": layer.state_dict()}, checkpoint_id=folder, no_dist=True)
+        with torch.no_grad():
+            layer.weight.zero_()
+        state = {"layer": layer.state_dict()}
+        dcp.load(state, checkpoint_id=folder, no_dist=True)  # and nothing else
 
 
 class Doubled(nn.Module):

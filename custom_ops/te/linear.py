@@ -132,8 +132,11 @@ class GroupedLinear(linear.GroupedLinear):
             )
         # The base class reads these while it registers and draws the parameters.
         self._single = {"weight": single_grouped_weight, "bias": single_grouped_bias}
-        self._init_method = init_method
-        self._get_rng_state_tracker = get_rng_state_tracker
+        # Inside of a partial a module, which may be called as well, is no part of the layer.
+        self._init_method, self._get_rng_state_tracker = (
+            None if given is None else partial(given)
+            for given in (init_method, get_rng_state_tracker)
+        )
         self._rng_tracker_names = () if rng_tracker_name is None else (rng_tracker_name,)
         super().__init__(
             num_gemms,
