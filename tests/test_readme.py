@@ -64,15 +64,14 @@ def test_figures_of_the_readme_are_those_that_are_printed() -> None:
     gradients = (timing.RESULTS / "gradient_error_20M_nvidia_h200.md").read_text()
     of_modes = gradients[gradients.index("|") :].split("\n\n")[0]
     assert of_modes in page
-    adapters = (ROOT / "docs" / "fine_tuning.md").read_text()
     for model, record in {"Qwen3-30B-A3B": "", "GPT-OSS-20B": "gpt_oss_20b_"}.items():
         rows = rows_of(f"bench_lora_{record}compiled_{gpu}")
         by_weights = {row[1]: row for row in rows if row[0] == "attention and experts"}
         for title, i in {f"{model}, ms": 2, "GiB at the peak": 5}.items():
             cells = [by_weights[w][i] if w in by_weights else "" for w in EXPERTS]
-            assert f"| {title} | {' | '.join(cells)} |".replace("  ", " ") in adapters
+            assert f"| {title} | {' | '.join(cells)} |".replace("  ", " ") in performance
     for _, layers, by, ms, _, _, peak, *_ in rows_of(f"finetune_peers_{gpu}"):
-        assert not layers.isdigit() or f"| {by} | {ms} | {peak} |" in adapters
+        assert not layers.isdigit() or f"| {by} | {ms} | {peak} |" in performance
     found = [rows_of(f"bench_expert_layer_{part}nvidia_h100_80gb_hbm3") for part in ("", "narrow_")]
     layers = {tuple(row[:2]): row[2:] for rows in found for row in reversed(rows)}
     names = [layer for layer in front_page.LAYERS if "Sonic" not in layer]
