@@ -84,7 +84,8 @@ class GroupedLayer(KeepsFrozen):
         device = next(self.parameters()).device
         for kept in self.children() if was_meta and device.type != "meta" else ():
             if isinstance(kept, DelayedScalingState | WeightCache):
-                kept.to_empty(device=device)
+                # Scales may have been loaded before the weight.
+                kept._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
 
     def _reset(self) -> None:
         """Forget the scales, what caches hold and what a dispatcher has counted."""
