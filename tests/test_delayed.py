@@ -183,6 +183,16 @@ def test_scales_that_are_assigned_before_the_weight() -> None:
     assert_all_same_bits(layer.buffers(), saved.buffers())
 
 
+def test_a_layer_without_parameters_is_loaded() -> None:
+    """FullyShardedDataParallel leaves views in place of parameters."""
+    layer, saved = make_layer("cpu", bias=False), make_layer("cpu", bias=False)
+    saved(*rows("cpu")).sum().backward()
+    update_scales(saved)
+    del layer.weight, saved.weight
+    layer.load_state_dict(saved.state_dict())
+    assert_all_same_bits(layer.buffers(), saved.buffers())
+
+
 def test_reset_parameters_forgets() -> None:
     layer = make_layer("cpu")
     layer(*rows("cpu")).sum().backward()
