@@ -8,7 +8,8 @@
 >>> layer(x, m_splits).shape
 torch.Size([10, 32])
 
-Examples in docstrings take ``torch``, and the public names of their module and of this one.
+Examples in docstrings assume that ``torch`` and the public names of their module and of this
+package are imported.
 """
 
 if __name__ != "grouped_linear":

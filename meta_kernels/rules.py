@@ -172,7 +172,8 @@ class Rules:
 
     def finite(self, name: str, least: float = -FLOAT32_MAX) -> None:
         """A number is finite, in float32 too, and not negative where the least one is zero."""
-        number, fits = self.arguments[name], "finite" + " and not negative" * (least == 0)
+        number = self.arguments[name]
+        fits = "finite and not negative" if least == 0 else "finite"
         holds = least <= number <= FLOAT32_MAX
         self.check(holds, lambda: f"{name} must be {fits}, got {number:g}")
 

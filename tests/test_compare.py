@@ -269,8 +269,11 @@ def test_a_compiled_model_and_its_own_hooks() -> None:
     call(x).backward(dy)
     with pytest.raises(ValueError, match=r"compare inside of torch.compiler.set_stance"):
         compare(model, lambda: call(x).backward(dy))
+    compiled = torch._dynamo.utils.counters["stats"]
+    compiled.clear()
     with torch.compiler.set_stance("force_eager"):
         found = compare(model, lambda: call(x).backward(dy), compiled=True)
+    assert compiled["unique_graphs"] == 2  # the copies with and without the recipe
     assert [d.tensor for d in found.differences] == [d.tensor for d in expected]
     model[0].register_forward_hook(lambda _module, _args, y: 2 * y)
     assert compare(model, lambda: (model[0](x, SPLITS) / 2).backward(dy)).differences == expected

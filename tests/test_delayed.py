@@ -171,6 +171,28 @@ def test_off_the_meta_device_it_begins_anew() -> None:
         assert_same_bits(layer.weight_state.get_buffer(name), t)
 
 
+def test_scales_that_are_assigned_before_the_weight() -> None:
+    """As from a checkpoint of several files."""
+    saved = make_layer("cpu")
+    saved(*rows("cpu")).sum().backward()
+    update_scales(saved)
+    layer, state = make_layer("meta"), saved.state_dict()
+    scales = {name: t for name, t in state.items() if "_state." in name}
+    for part in (scales, {name: t for name, t in state.items() if name not in scales}):
+        layer.load_state_dict(part, strict=False, assign=True)
+    assert_all_same_bits(layer.buffers(), saved.buffers())
+
+
+def test_a_layer_without_parameters_is_loaded() -> None:
+    """FullyShardedDataParallel leaves views in place of parameters."""
+    layer, saved = make_layer("cpu", bias=False), make_layer("cpu", bias=False)
+    saved(*rows("cpu")).sum().backward()
+    update_scales(saved)
+    del layer.weight, saved.weight
+    layer.load_state_dict(saved.state_dict())
+    assert_all_same_bits(layer.buffers(), saved.buffers())
+
+
 def test_reset_parameters_forgets() -> None:
     layer = make_layer("cpu")
     layer(*rows("cpu")).sum().backward()

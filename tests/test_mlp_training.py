@@ -134,6 +134,9 @@ def test_attributes_of_main_grad(how: str, recipe: Recipe | None, device: str) -
     assert not hasattr(gate_up, "grad_added_to_main_grad")
     assert down.grad_added_to_main_grad
     assert_same_bits(down.grad, torch.zeros_like(down))
+    down.grad_added_to_main_grad = False
+    layer.mlp.forward_sorted(x, m_splits)
+    assert down.grad_added_to_main_grad
 
 
 @pytest.mark.parametrize("frozen", [0, 1], ids=["gate_up_proj", "down_proj"])

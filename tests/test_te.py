@@ -162,7 +162,7 @@ def test_parameters_apart() -> None:
 def test_an_expert_without_a_parameter(name: str) -> None:
     layer = te.GroupedLinear(3, 16, 32, delay_wgrad_compute=True)
     setattr(layer, f"{name}1", None)
-    with pytest.raises(TypeError, match=f"^GroupedLinear: {name}1 is None: an expert without rows"):
+    with pytest.raises(TypeError, match=f"^GroupedLinear: {name}1 is None: give each expert a"):
         call(layer)
 
 

@@ -897,10 +897,13 @@ def check_sharded(rank: int, folder: Path) -> None:
     for module, use_orig_params in ((whole, True), (alone, False)):
         options: Any = {"use_orig_params": use_orig_params, "device_id": device()}
         flat = FullyShardedDataParallel(module, **options)
-        assert "is in FullyShardedDataParallel, which" in sentence(lambda flat=flat: watch(flat))
+        for inside in (flat, flat.module):
+            said = sentence(lambda inside=inside: watch(inside))
+            assert "has flat parameters, as FullyShardedDataParallel makes them: call" in said
         assert all(getattr(m, "observed", None) is None for m in flat.modules())
     before = GroupedMLP(4, 32, 16, recipe=recipe, device=kind)
-    seen = watch(before)
+    other = FullyShardedDataParallel(nn.Linear(16, 16), device_id=device())
+    seen = watch(nn.ModuleList([other, before]))
     flat = FullyShardedDataParallel(before, device_id=device())  # reads no view that it left
     flat(torch.randn(9, 32, device=kind), *torch.rand(9, 4, device=kind).topk(2))
     assert sum(seen.read().loads[0].tokens) == 18

@@ -116,6 +116,7 @@ struct E4m3Expert {
                      int64_t stride) {
     const uint32_t scale = w.scale_of(n, k / kMxBlock);
     uint8_t numbers[16];
+    // The scale of 32 zeros may be above the largest: the difference wraps, and zeros stay zeros.
     for (uint32_t code = 0; code < 16; ++code)
       numbers[code] = static_cast<uint8_t>(mxfp4::to_e4m3(code, largest - scale, scale));
     w.for_each(n, k / kMxBlock, [&](int64_t i, uint32_t code) { out[i * stride] = numbers[code]; });

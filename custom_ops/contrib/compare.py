@@ -86,8 +86,8 @@ def compare(
 
     Args:
         model: with :class:`GroupedLinear`, :class:`GroupedMLP` or experts that :func:`convert` has
-            converted, that have a recipe. Python must call them: a model that is compiled runs in
-            eager mode inside of ``torch.compiler.set_stance("force_eager")``.
+            converted, that have a recipe. If the model is compiled, call this function inside of
+            ``torch.compiler.set_stance("force_eager")``: Python must call the layers.
         step: runs a forward and a backward of the model, once. Layers before all that learns have
             their outputs compared alone.
         roles: quantize each role alone as well, x, the weight or the gradient: its numbers are

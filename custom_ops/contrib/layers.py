@@ -4,7 +4,7 @@
 from numbers import Integral
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from grouped_linear.integrations.experts import Experts, named_experts
 from grouped_linear.nn.checks import check_model
@@ -16,16 +16,22 @@ ROLES = ("input", "weight", "grad_output")
 def layers_of(op: str, model: nn.Module) -> dict[str, Experts]:
     """The layers of a model that are computed here, by name; ValueError for a model without any."""
     check_model(op, model)
-    for module in model.modules():
-        if type(module).__name__ == "FullyShardedDataParallel":
-            made = "FullyShardedDataParallel, which makes flat parameters"
-            raise ValueError(f"{op}: the model is in {made}: call {op} before")
     found = {name: experts for name, experts in named_experts(model) if experts.computed_here}
     if not found:
         raise ValueError(
             f"{op}: {type(model).__name__} has no GroupedLinear, no GroupedMLP and no experts that "
             "convert has converted: make its experts such layers, or convert it"
         )
+    for name, experts in found.items():
+        module = experts.module
+        own = [t for n, t in vars(module).items() if n.startswith(experts.weights)]
+        # FullyShardedDataParallel leaves views in place of parameters, or marks them.
+        is_flat = any(isinstance(t, Tensor) and t._is_view() for t in own)
+        if is_flat or any(hasattr(p, "_fsdp_flattened") for p in module.parameters()):
+            raise ValueError(
+                f"{op}: {name or type(model).__name__} has flat parameters, as "
+                f"FullyShardedDataParallel makes them: call {op} before"
+            )
     return found
 
 

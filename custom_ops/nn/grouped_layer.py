@@ -79,12 +79,12 @@ class GroupedLayer(KeepsFrozen):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load. With a weight that is assigned its state and cache leave the meta device."""
-        was_meta = next(self.parameters()).is_meta
         super()._load_from_state_dict(*args, **kwargs)
-        device = next(self.parameters()).device
-        for kept in self.children() if was_meta and device.type != "meta" else ():
+        device = next((p.device for p in self.parameters()), torch.device("meta"))
+        for kept in self.children() if device.type != "meta" else ():
             if isinstance(kept, DelayedScalingState | WeightCache):
-                kept.to_empty(device=device)
+                # Scales may have been loaded before the weight.
+                kept._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
 
     def _reset(self) -> None:
         """Forget the scales, what caches hold and what a dispatcher has counted."""

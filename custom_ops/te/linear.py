@@ -173,8 +173,8 @@ class GroupedLinear(linear.GroupedLinear):
         experts = tuple(getattr(self, expert) for expert in self._per_expert(name))
         if any(own is None for own in experts):
             raise TypeError(
-                f"GroupedLinear: {name}{experts.index(None)} is None: an expert without rows has "
-                "parameters, too"
+                f"GroupedLinear: {name}{experts.index(None)} is None: give each expert a "
+                "parameter, also one without rows"
             )
         return experts
 

@@ -11,6 +11,7 @@
 namespace grouped_linear::cuda {
 
 constexpr int kE4m3Threads = 256;
+// The scale of 32 zeros does not count among those that share a block's.
 // Scales so many powers of two below their block's largest one have numbers that are all zero.
 constexpr uint32_t kFarBelow = 30, kNanBelow = 31;
 
@@ -52,6 +53,7 @@ __global__ void __launch_bounds__(kE4m3Threads)
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (n >= N || k + 32 * i >= K) break;
+    // The scale of 32 zeros may be above the largest: the difference wraps, and zeros stay zeros.
     const uint32_t below =
         scales[i] == mxfp4::kNanScale ? kNanBelow : min(largest - scales[i], kFarBelow);
     const uint2 table = *reinterpret_cast<const uint2*>(numbers[below]);
