@@ -126,8 +126,8 @@ def compare(
             )
         if "forward" in vars(module):  # which calls the layer itself, and not a copy
             raise ValueError(
-                f"{where} has a forward of its own, as accelerate's hooks set it: compare before, "
-                "or after accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+                f"{where} has a forward of its own: compare before it is set, or after `del "
+                "layer.forward`; accelerate has remove_hook_from_module(model, recurse=True)"
             )
         as_loaded = torch.float8_e4m3fn, torch.int8
         if any(p.dtype in as_loaded for p in module.parameters()):
