@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.utils.quantization_config import Mxfp4Config
 
 from grouped_linear.integrations.checkpoints.formats import (
     FOREIGN,
@@ -239,7 +240,10 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
                 parts = (t, scale) if t.dtype.itemsize == 1 else _quantized(module, t, form)
                 if name in model.all_tied_weights_keys:
                     parts = parts[0], parts[1].clone()  # transformers ties numbers alone
-                state |= in_file(own, form, parts, None if resumes else config)
+                if resumes and isinstance(config, Mxfp4Config):  # whose names are for blocks
+                    state |= {own: parts[0], own + SCALE: parts[1]}
+                else:
+                    state |= in_file(own, form, parts, None if resumes else config)
             elif name.removesuffix(SCALE) not in few:
                 state[own] = t
         return state
