@@ -535,8 +535,11 @@ def test_tied_weights_stay_tied(weights: Any, swapped: bool) -> None:
         of_one = {"model.layers.0.*": Float8BlockScaling(power_of_two_scales=False)}
         with pytest.raises(ValueError, match=r"recipes must keep both in one way$"):
             convert(model, Float8BlockScaling(), weights=weights, recipes=of_one)
-    convert(model, Float8BlockScaling(), weights=weights)
+    done = convert(model, Float8BlockScaling(), weights=weights)
     assert {*map(id, one.parameters())} == {*map(id, other.parameters())}
+    error, same = (experts.error for experts in done.converted)
+    assert error == same
+    assert (error is None) == (weights == "both")
     del held
 
 
