@@ -238,7 +238,7 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             if name in few:
                 (module, _, form), scale = few[name], found.get(key + SCALE)
                 parts = (t, scale) if t.dtype.itemsize == 1 else _quantized(module, t, form)
-                if name in model.all_tied_weights_keys:
+                if name in model.all_tied_weights_keys and not resumes:
                     parts = parts[0], parts[1].clone()  # transformers ties numbers alone
                 if resumes and isinstance(config, Mxfp4Config):  # whose names are for blocks
                     state |= {own: parts[0], own + SCALE: parts[1]}
