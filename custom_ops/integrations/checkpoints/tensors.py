@@ -5,7 +5,7 @@ E experts, K in_features, N out_features of a weight.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from inspect import signature
 from typing import Any, Literal, NamedTuple
@@ -166,11 +166,11 @@ class CheckpointTensors:
         return {name: t for name, t in found.items() if found.get(tied.get(name)) is not t}
 
 
-def check_no_adapters(op: str, model: nn.Module) -> None:
-    """Raise ValueError for a model with PEFT's adapters, whose names no checkpoint has."""
+def check_no_adapters(op: str, model: nn.Module, state: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError for a model, or its state, of PEFT's names, which no checkpoint has."""
     is_peft = any(c.__name__ == "PeftModel" for m in model.modules() for c in type(m).__mro__)
     parts_of_peft = ".lora_", ".base_layer.", ".original_module."
-    for name in unwrapped(model).state_dict(keep_vars=True):
+    for name in state or unwrapped(model).state_dict(keep_vars=True):
         if is_peft or any(part in name for part in parts_of_peft):
             raise ValueError(f"{op}: {name} is of a model with adapters: merge or unload them")
 
@@ -213,7 +213,8 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         with for_now(model, of_model):
             return saves(*args, **kwargs)  # type: ignore[no-any-return]
     op = "save_pretrained"
-    check_no_adapters(op, model)
+    given: Any = options.get("state_dict")
+    check_no_adapters(op, model, given)
     config, conversions, obstacle = checkpoint_of(model, experts, forms)
     if obstacle is not None:
         high = "high precision by save_original_format=False, " if learns else ""
@@ -221,7 +222,6 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             f"{op}: {obstacle}: save {high}the model before it is converted, or its state_dict()"
         )
     few = {key: of for key, of in _weights_of(experts, forms).items() if of[2] is not None}
-    given: Any = options.get("state_dict")
     for key, t in (given or {}).items():
         if plain_name(key) in few and t.dtype.itemsize == 1 and key + SCALE not in given:
             raise ValueError(f"{op}: state_dict has {key} in {dtype_name(t.dtype)} without scales")
