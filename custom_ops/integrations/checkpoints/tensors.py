@@ -65,9 +65,9 @@ class CheckpointTensors:
     Iteration gives pairs of name and whole tensor. Experts have the bits that training multiplies:
     e4m3 numbers ``...weight`` and float32 scales ``...weight_scale_inv`` of 128 x 128 blocks, as
     DeepSeek-V3; MXFP4 as DeepSeek-V4, int8 codes and E8M0 scales, or as GPT-OSS, ``..._blocks`` and
-    ``..._scales``; or numbers of 16 bits. Tied weights come once. It is what vLLM calls a
-    ``WeightSource``: :meth:`metadata` and iteration agree element for element, and each iteration
-    reads the numbers of its moment. Make another one after ``convert``.
+    ``..._scales``; or numbers of 16 bits. All other weights come as the model has them, tied ones
+    once. It is what vLLM calls a ``WeightSource``: :meth:`metadata` and iteration agree element for
+    element, and each iteration reads the numbers of its moment. Make another one after ``convert``.
 
     Of a sharded model (FSDP2, transformers' ``DistributedConfig``) every process iterates to the
     end, and has every tensor: a layer is gathered at a time. Elsewhere tensors are views of the
@@ -75,17 +75,18 @@ class CheckpointTensors:
 
     Args:
         model: a transformers model.
-        weights: how experts are handed over. None: as training multiplies them. ``"fp8"`` and
-            ``"mxfp4"`` quantize experts that training multiplies in 16 bits or another form;
-            ``"bf16"`` has experts that learn in bfloat16.
+        weights: how experts are handed over. None: as training multiplies them, in FP8 blocks
+            under ``Float8BlockScaling``, in MXFP4 where they learn or are frozen in it, else as
+            they are. ``"fp8"`` and ``"mxfp4"`` quantize experts that training multiplies in 16
+            bits or another form; ``"bf16"`` has experts that learn in bfloat16.
 
     Attributes:
         quantization_config: the entry of this checkpoint's ``config.json``; None in 16 bits.
 
     Raises:
         ValueError: for experts that the format cannot hold, as those with biases in FP8; for
-            adapters beside weights, and weights without numbers; for experts in few bits, in other
-            ones.
+            adapters beside weights, and weights without numbers; for frozen weights, or weights
+            that learn in MXFP4, in another format.
 
     >>> from grouped_linear import Float8BlockScaling, convert
     >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -129,7 +130,7 @@ class CheckpointTensors:
         self._experts = _weights_of(experts, forms)
 
     def metadata(self) -> list[TensorMeta]:
-        """The tensors in the order of iteration; no number is read, computed or sent."""
+        """Name, dtype and whole shape of each tensor, in order of iteration; reads no number."""
         return [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in self._pairs(_like)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
