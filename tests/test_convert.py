@@ -9,7 +9,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -360,11 +360,24 @@ def test_what_is_refused_leaves_everything_as_it_was(kind: str, weights: str | N
     assert state_of(model) == before
 
 
-def test_a_forward_of_its_own_that_is_the_same() -> None:
+# What is put into an instance around the forward that it has.
+AROUND: dict[str, Callable[[Any, Any], Any]] = {
+    "compiled": lambda experts, forward: torch.compile(forward, backend="eager"),
+    "bound, of the class": lambda experts, forward: MethodType(
+        torch.autocast("cpu", enabled=False)(forward.__func__), experts
+    ),
+    "bound, of the instance": lambda experts, forward: MethodType(
+        wraps(forward)(lambda self, *args: forward(*args)), experts
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", AROUND)
+def test_a_forward_of_its_own_that_is_the_same(kind: str) -> None:
     model, other = mixtral(), mixtral()
     other.load_state_dict(model.state_dict())
     for layer in model.model.layers:
-        layer.mlp.experts.forward = torch.compile(layer.mlp.experts.forward, backend="eager")
+        layer.mlp.experts.forward = AROUND[kind](layer.mlp.experts, layer.mlp.experts.forward)
     for one in (model, other):
         convert(one, Float8BlockScaling())
     assert_same_bits(logits(model), logits(other))
@@ -522,8 +535,11 @@ def test_tied_weights_stay_tied(weights: Any, swapped: bool) -> None:
         of_one = {"model.layers.0.*": Float8BlockScaling(power_of_two_scales=False)}
         with pytest.raises(ValueError, match=r"recipes must keep both in one way$"):
             convert(model, Float8BlockScaling(), weights=weights, recipes=of_one)
-    convert(model, Float8BlockScaling(), weights=weights)
+    done = convert(model, Float8BlockScaling(), weights=weights)
     assert {*map(id, one.parameters())} == {*map(id, other.parameters())}
+    error, same = (experts.error for experts in done.converted)
+    assert error == same
+    assert (error is None) == (weights == "both")
     del held
 
 

@@ -222,6 +222,7 @@ def test_tied_experts(weights: Any, tmp_path: Path) -> None:
     plain.save_pretrained(tmp_path / "plain")
     model, expected = load(tmp_path / "plain", weights), converted(tmp_path / "plain", weights)
     expected.save_pretrained(tmp_path / "file")
+    expected.save_pretrained(tmp_path / "fused", save_original_format=False)
     state = expected.state_dict()
     file = load_file(tmp_path / "file" / "model.safetensors")
     ends = "gate_up_proj", "down_proj"  # of tied ones in files: not these, but their scales
@@ -229,10 +230,15 @@ def test_tied_experts(weights: Any, tmp_path: Path) -> None:
     assert {n for n in state if n.endswith("_proj_scale_inv")} <= {*file}
     models = [model, expected, through_pickle(expected)]
     if find_spec("accelerate") is not None:
-        models.append(load(tmp_path / "file", weights))
+        models += [load(tmp_path / name, weights) for name in ("file", "fused")]
     for found in models:
         assert_same_tensors(dict(found.state_dict()), dict(state))
         assert len([*found.parameters()]) == len([*plain.parameters()]) + 2  # scales
+    file = load_file(tmp_path / "fused" / "model.safetensors")
+    missing, unexpected = model.load_state_dict(file, strict=False)  # as Trainer resumes
+    assert all(n.startswith("model.encoder") for n in missing if ".experts." in n)
+    assert not unexpected
+    assert_same_tensors(dict(model.state_dict()), dict(state))
 
 
 def test_steps_of_other_files(tmp_path: Path) -> None:

@@ -215,6 +215,16 @@ def test_high_precision_of_what_learns(folder: Path, tmp_path: Path, weights: An
     trainer.load_state_dict(load_file(tmp_path / "model.safetensors"))  # as Trainer resumes
 
 
+def test_frozen_by_the_names_of_the_model(folder: Path, tmp_path: Path) -> None:
+    """As a run needs them that goes on; GroupedLinearConfig reads these files, too."""
+    model = packed(folder)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    expected = {name: t.clone() for name, t in model.state_dict().items()}
+    assert_same_tensors(dict(packed(tmp_path).state_dict()), expected)
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert_same_tensors(dict(model.state_dict()), expected)
+
+
 def test_a_layer_in_high_precision(folder: Path, tmp_path: Path) -> None:
     """It is written so, and named in the configuration; one that joins the others, as they are."""
     model = dequantized(folder)

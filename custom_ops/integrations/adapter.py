@@ -229,20 +229,18 @@ def freeze(changes: Changes, module: Any, name: str, request: Request, *loaded: 
     """
     old = module.get_parameter(name)
     other, of_other = changes.first.setdefault(old, (module, name))
-    if other is not module:  # tied weights stay tied
+    w = old.mT if module.is_transposed else old
+    weight, dtype = loaded or (w, w.dtype)
+    if other is module:
+        attributes = _set_by_others(old)
+        module.freeze(name, weight, request.recipe, dtype, weights=request.weights)
+        vars(module.get_parameter(name)).update(attributes)
+        changes.replaced.extend([weakref.ref(old)] if old.requires_grad and not loaded else [])
+    else:  # tied weights stay tied
         module._frozen = {**module._frozen, name: other._frozen[of_other]}
         for part in ("", SCALE):
             module.register_parameter(name + part, other.get_parameter(of_other + part))
-        return
-    w = old.mT if module.is_transposed else old
-    weight, dtype = loaded or (w, w.dtype)
-    attributes = _set_by_others(old)
-    module.freeze(name, weight, request.recipe, dtype, weights=request.weights)
-    vars(module.get_parameter(name)).update(attributes)
-    if loaded:
-        return
-    changes.replaced.extend([weakref.ref(old)] if old.requires_grad else [])
-    if not w.is_meta:
+    if not loaded and not w.is_meta:
         squares = module.squared_error(name, w)
         changes.squares[module] = squares + changes.squares.get(module, 0)
 

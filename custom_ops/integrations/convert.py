@@ -110,7 +110,8 @@ def convert(
     - **torchtitan's experts**: its ``GroupedExperts``, whose multiplications are this package's
       afterwards; its fused ones (w13) and those of its GPT-OSS, which get a fused forward.
 
-    :meth:`grouped_linear.GroupedMLP.from_experts` makes a layer of a ModuleList of experts.
+    A ModuleList of experts is not converted: :meth:`grouped_linear.GroupedMLP.from_experts` and
+    :meth:`grouped_linear.GroupedLinear.from_linears` make a layer of one.
 
     A model is converted as a whole or not at all, unless memory runs out. Convert after a
     checkpoint is loaded, and before sharding and DistributedDataParallel. Parameters that learn go
@@ -128,7 +129,9 @@ def convert(
             and FP8, as ``GroupedTensorWithMaster``, for training. ``"fp8"``: frozen in FP8 alone,
             as bytes in plain parameters. ``"mxfp4"``: frozen in 4.25 bits an element. Experts of a
             checkpoint in FP8 or MXFP4 are read as they are, or become such bytes in the same memory
-            by the option of their format. w13 takes none of the three.
+            by the option of their format. w13 takes none of the three. ``"fp8"`` takes no biases
+            and no weights stored as [E, in_features, out_features]; ``"mxfp4"`` and a recipe with
+            ``qat`` take in_features that are multiples of 32.
         recipes: other recipes for some of the experts, by patterns of their names in
             ``named_modules``, as ``fnmatch`` has them: ``{"model.layers.0.*": None}`` computes the
             first layer without FP8. Of several that match, the last one counts. With ``weights``
@@ -141,8 +144,9 @@ def convert(
 
     Raises:
         ValueError: if nothing is recognised; for a pattern of ``recipes`` that matches no experts;
-            for experts that cannot be converted as asked, which the sentence explains. The model is
-            then unchanged.
+            for experts that cannot be converted as asked, which the sentence explains; with
+            ``weights`` for parameters that have hooks or are in DistributedDataParallel. The model
+            is then unchanged.
         TypeError: if `model` is not a module.
         ImportError: for a Hugging Face model of transformers older than 5.23.
 

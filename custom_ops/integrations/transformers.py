@@ -191,8 +191,13 @@ def plan(experts: Any, name: str, request: Request) -> Write:
             "its quantization config)"
         )
     check_activation(where, experts, save_gate_up_in_fp8)
-    own = vars(experts).get("forward")  # functions around the class's are accelerate's hooks, too
-    if isinstance(own, MethodType) and own.__func__ is not type(experts).forward:
+    own, known = vars(experts).get("forward"), type(experts).forward
+
+    def is_known(f: Any) -> bool:
+        return getattr(f, "__func__", f) is known
+
+    # Functions around the class's are accelerate's hooks, too.
+    if isinstance(own, MethodType) and not is_known(inspect.unwrap(own, stop=is_known)):
         raise ValueError(
             f"{where} has a forward of its own, as Liger's kernels give it, which would hide the "
             "new one: convert a model without it"

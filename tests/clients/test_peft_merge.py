@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from grouped_linear import Float8BlockScaling, GroupedMLP, convert
-from support.compare import assert_same_bits, bits
+from support.compare import assert_same_bits, assert_same_tensors, bits
 
 pytest.importorskip("peft")
 import peft
@@ -104,7 +105,12 @@ def test_the_model_below_adapters_is_not_saved(tmp_path: Path) -> None:
         model.get_base_model().save_pretrained(tmp_path / "below")
     assert not (tmp_path / "below").exists()
     model.save_pretrained(tmp_path / "adapters")
+    state = model.get_base_model().state_dict()
+    plain = {n.replace(".base_layer", ""): t for n, t in state.items() if ".lora_" not in n}
+    model.get_base_model().save_pretrained(tmp_path / "given", state_dict=plain)
     model.unload().save_pretrained(tmp_path / "below")
+    given, below = (load_file(tmp_path / f / "model.safetensors") for f in ("given", "below"))
+    assert_same_tensors(given, below)
 
 
 def test_mixed_models_stay() -> None:

@@ -57,14 +57,14 @@ class _Name(str):
 class GroupedLinearConfig(Mxfp4Config):  # of the classes whose options are laid over a file's
     """Have ``from_pretrained`` load a model whose experts are kept in FP8 or MXFP4.
 
-    Its state dict has the bits that :func:`grouped_linear.convert` makes of the model in 16 bits,
-    which is never in memory: each expert is quantized as it is read. Experts that the checkpoint
-    has in these few bits (DeepSeek-V3's and Qwen's FP8, GPT-OSS's MXFP4, DeepSeek-V4's FP4) are its
-    bytes. FP8 becomes MXFP4 on request. Other modules are as transformers loads them.
-    ``model.hf_quantizer.report`` is convert's report, without errors.
+    Its state dict has the bits that :func:`grouped_linear.convert` makes, with the same arguments,
+    of the model in 16 bits. That model is never in memory: each expert is quantized as it is read.
+    Experts that the checkpoint has in these few bits (DeepSeek-V3's and Qwen's FP8, GPT-OSS's
+    MXFP4, DeepSeek-V4's FP4) are its bytes. FP8 becomes MXFP4 on request. Other modules are as
+    transformers loads them. ``model.hf_quantizer.report`` is convert's report, without errors.
 
-    ``save_pretrained`` writes a published format, which loads so again, or raises before it writes
-    a file.
+    The model trains adapters. ``save_pretrained`` writes a published format, which loads so again,
+    or raises before it writes a file.
 
     Args:
         weights: "fp8" or "mxfp4", as convert takes it.

@@ -5,7 +5,7 @@ E experts, K in_features, N out_features of a weight.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from inspect import signature
 from typing import Any, Literal, NamedTuple
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.utils.quantization_config import Mxfp4Config
 
 from grouped_linear.integrations.checkpoints.formats import (
     FOREIGN,
@@ -64,9 +65,9 @@ class CheckpointTensors:
     Iteration gives pairs of name and whole tensor. Experts have the bits that training multiplies:
     e4m3 numbers ``...weight`` and float32 scales ``...weight_scale_inv`` of 128 x 128 blocks, as
     DeepSeek-V3; MXFP4 as DeepSeek-V4, int8 codes and E8M0 scales, or as GPT-OSS, ``..._blocks`` and
-    ``..._scales``; or numbers of 16 bits. Tied weights come once. It is what vLLM calls a
-    ``WeightSource``: :meth:`metadata` and iteration agree element for element, and each iteration
-    reads the numbers of its moment. Make another one after ``convert``.
+    ``..._scales``; or numbers of 16 bits. All other weights come as the model has them, tied ones
+    once. It is what vLLM calls a ``WeightSource``: :meth:`metadata` and iteration agree element for
+    element, and each iteration reads the numbers of its moment. Make another one after ``convert``.
 
     Of a sharded model (FSDP2, transformers' ``DistributedConfig``) every process iterates to the
     end, and has every tensor: a layer is gathered at a time. Elsewhere tensors are views of the
@@ -74,17 +75,18 @@ class CheckpointTensors:
 
     Args:
         model: a transformers model.
-        weights: how experts are handed over. None: as training multiplies them. ``"fp8"`` and
-            ``"mxfp4"`` quantize experts that training multiplies in 16 bits or another form;
-            ``"bf16"`` has experts that learn in bfloat16.
+        weights: how experts are handed over. None: as training multiplies them, in FP8 blocks
+            under ``Float8BlockScaling``, in MXFP4 where they learn or are frozen in it, else as
+            they are. ``"fp8"`` and ``"mxfp4"`` quantize experts that training multiplies in 16
+            bits or another form; ``"bf16"`` has experts that learn in bfloat16.
 
     Attributes:
         quantization_config: the entry of this checkpoint's ``config.json``; None in 16 bits.
 
     Raises:
         ValueError: for experts that the format cannot hold, as those with biases in FP8; for
-            adapters beside weights, and weights without numbers; for experts in few bits, in other
-            ones.
+            adapters beside weights, and weights without numbers; for frozen weights, or weights
+            that learn in MXFP4, in another format.
 
     >>> from grouped_linear import Float8BlockScaling, convert
     >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -128,7 +130,7 @@ class CheckpointTensors:
         self._experts = _weights_of(experts, forms)
 
     def metadata(self) -> list[TensorMeta]:
-        """The tensors in the order of iteration; no number is read, computed or sent."""
+        """Name, dtype and whole shape of each tensor, in order of iteration; reads no number."""
         return [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in self._pairs(_like)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -165,11 +167,11 @@ class CheckpointTensors:
         return {name: t for name, t in found.items() if found.get(tied.get(name)) is not t}
 
 
-def check_no_adapters(op: str, model: nn.Module) -> None:
-    """Raise ValueError for a model with PEFT's adapters, whose names no checkpoint has."""
+def check_no_adapters(op: str, model: nn.Module, state: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError for a model, or its state, of PEFT's names, which no checkpoint has."""
     is_peft = any(c.__name__ == "PeftModel" for m in model.modules() for c in type(m).__mro__)
     parts_of_peft = ".lora_", ".base_layer.", ".original_module."
-    for name in unwrapped(model).state_dict(keep_vars=True):
+    for name in state or unwrapped(model).state_dict(keep_vars=True):
         if is_peft or any(part in name for part in parts_of_peft):
             raise ValueError(f"{op}: {name} is of a model with adapters: merge or unload them")
 
@@ -212,7 +214,8 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         with for_now(model, of_model):
             return saves(*args, **kwargs)  # type: ignore[no-any-return]
     op = "save_pretrained"
-    check_no_adapters(op, model)
+    given: Any = options.get("state_dict")
+    check_no_adapters(op, model, given)
     config, conversions, obstacle = checkpoint_of(model, experts, forms)
     if obstacle is not None:
         high = "high precision by save_original_format=False, " if learns else ""
@@ -220,7 +223,6 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             f"{op}: {obstacle}: save {high}the model before it is converted, or its state_dict()"
         )
     few = {key: of for key, of in _weights_of(experts, forms).items() if of[2] is not None}
-    given: Any = options.get("state_dict")
     for key, t in (given or {}).items():
         if plain_name(key) in few and t.dtype.itemsize == 1 and key + SCALE not in given:
             raise ValueError(f"{op}: state_dict has {key} in {dtype_name(t.dtype)} without scales")
@@ -237,9 +239,12 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             if name in few:
                 (module, _, form), scale = few[name], found.get(key + SCALE)
                 parts = (t, scale) if t.dtype.itemsize == 1 else _quantized(module, t, form)
-                if name in model.all_tied_weights_keys:
+                if name in model.all_tied_weights_keys and not resumes:
                     parts = parts[0], parts[1].clone()  # transformers ties numbers alone
-                state |= in_file(own, form, parts, None if resumes else config)
+                if resumes and isinstance(config, Mxfp4Config):  # whose names are for blocks
+                    state |= {own: parts[0], own + SCALE: parts[1]}
+                else:
+                    state |= in_file(own, form, parts, None if resumes else config)
             elif name.removesuffix(SCALE) not in few:
                 state[own] = t
         return state
