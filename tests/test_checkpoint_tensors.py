@@ -532,6 +532,10 @@ def test_a_state_dict_of_parts(form: Any, tmp_path: Path) -> None:
     assert sentence(lambda: model.save_pretrained(tmp_path, state_dict=parts)) == (
         f"save_pretrained: state_dict has {name} in uint8 without scales"
     )
+    parts = {n: t for n, t in own.items() if n != name}
+    assert sentence(lambda: model.save_pretrained(tmp_path, state_dict=parts)) == (
+        f"save_pretrained: state_dict has {name}_scale_inv without the numbers that it scales"
+    )
     assert not [*tmp_path.iterdir()]
     model.save_pretrained(tmp_path / "own")
     model.save_pretrained(tmp_path / "given", state_dict=own | {name: given[name]})
