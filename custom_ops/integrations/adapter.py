@@ -222,8 +222,14 @@ def keep_both(changes: Changes, module: Any, name: str, recipe: Any) -> None:
 
 
 @torch.no_grad()
-def freeze(changes: Changes, module: Any, name: str, request: Request, *loaded: Any) -> None:
-    """Freeze a parameter, or numbers and scales that a checkpoint has, of a weight of this dtype.
+def freeze(
+    changes: Changes,
+    module: Any,
+    name: str,
+    request: Request,
+    loaded: tuple[Any, torch.dtype] | None = None,
+) -> None:
+    """Freeze a parameter, or what a checkpoint has of it and the dtype that this stands for.
 
     It keeps attributes that others set.
     """

@@ -229,7 +229,7 @@ def plan(experts: Any, name: str, request: Request) -> Write:
                 keep_both(changes, experts, w, request.recipe)
             elif freezes and kept_as is not None:  # in the memory that they have
                 kept = kept_weight("convert", experts, w)[:2]
-                freeze(changes, experts, w, request, kept, dtype_of_kept(experts, w))
+                freeze(changes, experts, w, request, (kept, dtype_of_kept(experts, w)))
             elif freezes:
                 freeze(changes, experts, w, request)
 

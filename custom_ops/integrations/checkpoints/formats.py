@@ -133,10 +133,9 @@ def _named_with_scales(
     quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(), pre_quantized=False)
     renamed = [_SCALE_NAMES] if model.config.model_type == "deepseek_v4" else []
     own, of_class = _conversions_of(model), _conversions_of(model, loaded=False)
-    candidates = [own]
+    candidates, update = [own], HfQuantizer.update_weight_conversions
     for base in (own, of_class):
-        given = [*renamed, *base], stand_in
-        candidates.append(HfQuantizer.update_weight_conversions(quantizer, *given))
+        candidates.append(update(quantizer, [*renamed, *base], stand_in))
     for conversions in candidates:
         obstacle = _obstacle_of_names(model, conversions, state, kept_as)
         if obstacle is None:
