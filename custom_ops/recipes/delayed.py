@@ -116,17 +116,15 @@ class OperandState(nn.Module):
         """Follow the model to another device, but not to another dtype: scales stay float32.
 
         Buffers that leave the meta device had no values, and a checkpoint may not have them either:
-        they are reset.
+        they become zero, one by one, since others of a state may have been loaded.
         """
-        was_meta = self.scale.is_meta
 
         def keep_dtype(t: Tensor) -> Tensor:
             moved = fn(t)
-            return moved if moved.dtype == t.dtype else t.to(moved.device)
+            moved = moved if moved.dtype == t.dtype else t.to(moved.device)
+            return moved.zero_() if t.is_meta else moved
 
         super()._apply(keep_dtype, recurse)
-        if was_meta and not self.scale.is_meta:
-            self.reset()
         return self
 
 
