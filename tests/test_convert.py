@@ -302,7 +302,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         patched,
         {},
         "last.model.layers.1.mlp.experts has a forward of its own, as Liger's kernels give it, "
-        "which would hide the new one: convert before it is bound, or a model without it",
+        "which would hide the new one: delete it, or convert a model without it",
     ),
     "dtype in one module": (
         lambda: GroupedExperts(E, H, F).double(),

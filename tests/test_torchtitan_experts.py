@@ -292,9 +292,12 @@ def test_a_method_that_would_hide_the_new_one(name: str) -> None:
     setattr(model.experts, name, getattr(model.experts, name))
     expected = model(x)
     assert sentence(lambda: convert(model)) == (
-        f"convert: experts has a {name} of its own, which would hide the new one"
+        f"convert: experts has a {name} of its own, which would hide the new one: delete it, or "
+        "convert a model without it"
     )
     assert_same_bits(model(x), expected)
+    delattr(model.experts, name)
+    convert(model)
 
 
 def test_a_recipe_that_makes_no_state() -> None:

@@ -196,7 +196,10 @@ def plan(module: Any, form: Form, name: str, request: Request) -> Write:
     if getattr(module, "_parallelized", False):
         raise ValueError(f"{where}: torchtitan has parallelized it already: convert before")
     for own in {"forward", "_grouped_mm"} & vars(module).keys():
-        raise ValueError(f"{where} has a {own} of its own, which would hide the new one")
+        raise ValueError(
+            f"{where} has a {own} of its own, which would hide the new one: delete it, or "
+            "convert a model without it"
+        )
     seam = _owner(class_before(module), "_grouped_mm")
     if seam.__name__ != "GroupedExperts":
         raise ValueError(

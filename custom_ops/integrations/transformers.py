@@ -200,7 +200,7 @@ def plan(experts: Any, name: str, request: Request) -> Write:
     if isinstance(own, MethodType) and not is_known(inspect.unwrap(own, stop=is_known)):
         raise ValueError(
             f"{where} has a forward of its own, as Liger's kernels give it, which would hide the "
-            "new one: convert before it is bound, or a model without it"
+            "new one: delete it, or convert a model without it"
         )
     if experts.config._experts_implementation == "deepgemm_megamoe":
         raise ValueError(
