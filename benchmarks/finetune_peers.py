@@ -156,9 +156,10 @@ def page(rows: list[dict[str, str]], options: argparse.Namespace) -> str:
         f"{options.batch} x {options.tokens} tokens, LoRA of rank 16 on attention and all experts, "
         "layers checkpointed, adapters and AdamW in BF16, random weights. PEFT's experts have the "
         "numbers of ours in MXFP4 (GPT-OSS) or FP8 (Qwen3), and compute by transformers' "
-        "grouped_mm. Compiled are attention and experts. Ours, and PEFT with the example's loss, "
-        "have embedding and head on the host. A step is the median of all but the first; losses "
-        f"are of the first and the last of {options.steps}, on the same tokens. {packages()}."
+        "grouped_mm. Compiled rows compile attention and experts. Ours, and PEFT with the "
+        "example's loss, have embedding and head on the host. A step is the median of all but the "
+        f"first; losses are of the first and the last of {options.steps}, on the same tokens. "
+        f"{packages()}."
     )
     title, device = "Fine-tuning whole models, beside others", torch.device(options.device)
     text = timing.page(title, about, "finetune_peers", device, timing.markdown(table))
