@@ -228,9 +228,10 @@ def test_tied_experts(weights: Any, tmp_path: Path) -> None:
     ends = "gate_up_proj", "down_proj"  # of tied ones in files: not these, but their scales
     assert not [n for n in file if n.startswith("model.encoder") and n.endswith(ends)]
     assert {n for n in state if n.endswith("_proj_scale_inv")} <= {*file}
+    expected.save_pretrained(tmp_path / "again", state_dict=file)
     models = [model, expected, through_pickle(expected)]
     if find_spec("accelerate") is not None:
-        models += [load(tmp_path / name, weights) for name in ("file", "fused")]
+        models += [load(tmp_path / name, weights) for name in ("file", "fused", "again")]
     for found in models:
         assert_same_tensors(dict(found.state_dict()), dict(state))
         assert len([*found.parameters()]) == len([*plain.parameters()]) + 2  # scales

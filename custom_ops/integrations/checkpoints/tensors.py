@@ -226,7 +226,9 @@ def _save(saves: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     for key, t in (given or {}).items():
         if plain_name(key) in few and t.dtype.itemsize == 1 and key + SCALE not in given:
             raise ValueError(f"{op}: state_dict has {key} in {dtype_name(t.dtype)} without scales")
-        if plain_name(key).removesuffix(SCALE) in few and key.removesuffix(SCALE) not in given:
+        numbers = plain_name(key).removesuffix(SCALE)  # tied ones are in a file once
+        is_tied = numbers in model.all_tied_weights_keys
+        if numbers in few and not is_tied and key.removesuffix(SCALE) not in given:
             raise ValueError(f"{op}: state_dict has {key} without the numbers that it scales")
     gather, quantizer = model.gather_sharded_state_dict_for_save, FineGrainedFP8HfQuantizer(config)
     vars(quantizer)["get_state_dict_and_metadata"] = lambda _: (given, {})
