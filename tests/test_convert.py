@@ -8,7 +8,7 @@ import importlib
 import pickle
 import weakref
 from collections.abc import Callable
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial, wraps
 from pathlib import Path
 from types import MethodType
@@ -274,6 +274,15 @@ def patched() -> Any:
     return model
 
 
+def shallow() -> Any:
+    """A shallow copy, whose forward is still that of the module it was copied from."""
+    model = mixtral()
+    mlp = model.model.layers[1].mlp
+    mlp.experts.forward = mlp.experts.forward
+    mlp.experts = copy(mlp.experts)
+    return model
+
+
 # A model of every form but for one mistake, which is met at its very end: what is refused, and how.
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "weights": (
@@ -300,6 +309,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     ),
     "another forward": (
         patched,
+        {},
+        "last.model.layers.1.mlp.experts has a forward of its own, as Liger's kernels give it, "
+        "which would hide the new one: delete it, or convert a model without it",
+    ),
+    "forward of another module": (
+        shallow,
         {},
         "last.model.layers.1.mlp.experts has a forward of its own, as Liger's kernels give it, "
         "which would hide the new one: delete it, or convert a model without it",

@@ -197,7 +197,9 @@ def plan(experts: Any, name: str, request: Request) -> Write:
         return getattr(f, "__func__", f) is known
 
     # Functions around the class's are accelerate's hooks, too.
-    if isinstance(own, MethodType) and not is_known(inspect.unwrap(own, stop=is_known)):
+    if isinstance(own, MethodType) and not (
+        own.__self__ is experts and is_known(inspect.unwrap(own, stop=is_known))
+    ):
         raise ValueError(
             f"{where} has a forward of its own, as Liger's kernels give it, which would hide the "
             "new one: delete it, or convert a model without it"
