@@ -111,7 +111,8 @@ def compare(
             "compare: step must be a function that runs a forward and a backward, as "
             f"lambda: model(x).sum().backward(), got {type(step).__name__}"
         )
-    layers, recipes_of = layers_of("compare", model), dict[str, dict[str, Recipe]]()
+    layers = layers_of("compare", model)
+    recipes_of: dict[str, dict[str, Recipe]] = {}
     for name, experts in layers.items():
         module, recipe = experts.module, experts.recipe
         if recipe is None:
@@ -194,7 +195,8 @@ def compare(
             "call it, and backward() of a loss that it has part in; where torch.compile has "
             "compiled it, compare inside of torch.compiler.set_stance('force_eager')"
         )
-    order, differences = list(layers), []
+    order = list(layers)
+    differences = []
     for key in sorted(found, key=lambda key: order.index(key[0])):
         (off, whole), block = found[key][0].tolist(), found[key][1].item()
         share = math.sqrt(off / whole) if whole else math.inf if off else 0.0

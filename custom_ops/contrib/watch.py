@@ -406,7 +406,9 @@ def _statistics(layer: str, role: str, expert: int | None, numbers: Tensor) -> O
     largest = max(n["amax"], n["scaled_amax"])
     shares: Any = {c: n[c] / n[of] if n[of] else nan for c, (_, of) in PRINTED.items() if of}
     return OperandStatistics(
-        *(layer, role, expert),
+        layer=layer,
+        role=role,
+        expert=expert,
         tokens=n["rows"] / max(n["calls"], 1) if role == "weight" else n["rows"],
         amax=n["amax"] if n["numbers"] else nan,
         scaled_amax=n["scaled_amax"] or nan,

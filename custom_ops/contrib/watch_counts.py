@@ -139,8 +139,8 @@ class Observer:
         q, scale = _quantized(made, self.format)
         if not is_known and q is None:
             return {}
-        # One [E, N, K], or E of [N, K].
-        E, N, K = (len(own), *weights[0].shape)[-3:] if q is None else q.shape
+        shape = weights[0].shape if q is None else q.shape
+        E, N, K = shape if len(shape) == 3 else (len(own), *shape)  # one, or a tensor an expert
         size_1 = torch.full((1,), N, device=weights[0].device)
         rows, is_of = self._spaced(torch.zeros_like(size_1), size_1, self.counts.rows, N)
         row, is_of = rows[0], is_of.expand(E, -1)

@@ -181,10 +181,10 @@ def started(
     GPU is visible to them: once a process has asked for GPUs, its copies cannot use them.
     """
     multiprocessing.set_forkserver_preload(IMPORTED)
-    on_cpu = backend == "gloo"
-    method = "forkserver" if on_cpu else "spawn"
+    is_on_cpu = backend == "gloo"
+    method = "forkserver" if is_on_cpu else "spawn"
     with pytest.MonkeyPatch.context() as patch:
-        if on_cpu:
+        if is_on_cpu:
             patch.setenv("CUDA_VISIBLE_DEVICES", "")
         yield mp.start_processes(function, arguments, processes, join=False, start_method=method)
 

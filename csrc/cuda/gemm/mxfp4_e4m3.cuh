@@ -11,7 +11,6 @@
 namespace grouped_linear::cuda {
 
 constexpr int kE4m3Threads = 256;
-// The scale of 32 zeros does not count among those that share a block's.
 // Scales so many powers of two below their block's largest one have numbers that are all zero.
 constexpr uint32_t kFarBelow = 30, kNanBelow = 31;
 
@@ -33,7 +32,7 @@ __global__ void __launch_bounds__(kE4m3Threads)
   const int row = threadIdx.x / 2, first = threadIdx.x % 2 * 64;
   const int n = blockIdx.x * 128 + row, k = blockIdx.y * 128 + first;
   const int64_t at = (int64_t{blockIdx.z} * N + n) * K + k;
-  uint32_t scales[2] = {}, most = 0;
+  uint32_t scales[2] = {}, most = 0;  // the largest, without those of 32 zeros and NaN's
   uint4 packed[2] = {};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
