@@ -50,8 +50,14 @@ from support.versions import skipping_for_old_transformers
 
 with skipping_for_old_transformers():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    from grouped_linear.integrations.transformers import SWIGLU_FORMS, activation_of, register
+    from grouped_linear.integrations.transformers import (
+        SWIGLU_FORMS,
+        activation_of,
+        options_of,
+        register,
+    )
 
 NAMES = {"grouped_linear": None, "grouped_linear_fp8": Float8BlockScaling()}
 NOT_IN_FP8 = "gpt_oss", "aria"  # biases, transposed weights
@@ -547,6 +553,19 @@ def test_a_name_stands_for_one_recipe(name: str) -> None:
     sentence = f"register: '{name}' names another experts implementation already"
     with pytest.raises(ValueError, match=f"^{sentence}$"):
         register(name, Float8BlockScaling())
+
+
+def test_a_name_that_another_library_takes() -> None:
+    """It is not taken back, and experts that have it are not computed here."""
+    model = model_of("mixtral", "cpu")
+    register("taken", Float8BlockScaling())
+    model.set_experts_implementation("taken")
+    theirs = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    ALL_EXPERTS_FUNCTIONS.register("taken", theirs)
+    assert options_of(model.model.layers[0].mlp.experts) is None
+    with pytest.raises(ValueError, match=r"^register: 'taken' names another"):
+        register("taken", Float8BlockScaling())
+    assert ALL_EXPERTS_FUNCTIONS["taken"] is theirs
 
 
 @pytest.mark.parametrize("call", ["register", "convert"])

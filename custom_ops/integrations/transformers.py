@@ -129,7 +129,7 @@ def register(
     _check_stateless("register", recipe)
     options = recipe, save_gate_up_in_fp8
     taken = {"eager", *ALL_EXPERTS_FUNCTIONS, *ALL_FP8_EXPERTS_FUNCTIONS}
-    if name in taken and OPTIONS.get(name) != options:
+    if name in taken and _options_of_name(name) != options:
         raise ValueError(f"register: {name!r} names another experts implementation already")
     OPTIONS[name] = options
     _register(name)
@@ -145,7 +145,12 @@ def options_of(experts: Any) -> tuple[Recipe | None, bool] | None:
     name = experts.config._experts_implementation
     if name == CONVERTED:
         return experts.recipe, experts.save_gate_up_in_fp8
-    return OPTIONS.get(name)
+    return _options_of_name(name)
+
+
+def _options_of_name(name: Any) -> tuple[Recipe | None, bool] | None:
+    """The options of a name, unless another library has registered it since."""
+    return OPTIONS.get(name) if ALL_EXPERTS_FUNCTIONS.get(name) is experts_forward else None
 
 
 def recipe_of(experts: Any) -> Recipe | None:
