@@ -16,8 +16,11 @@ of BF16 also where products are FP8. A step's time is the median; the last proce
 
 Each way has new processes, so that one that fails is a row with the reason. With --restart each
 trains again from a checkpoint of half its steps, with deterministic kernels throughout.
+--accumulate sums gradients of so many batches of --sequences before AdamW: NeMo's figure is of 16
+batches of 4.
 
-B sequences of S tokens, E experts, C chosen for a token, L of them here, H and F features, R rows.
+A batches, B sequences of S tokens, E experts, C chosen for a token, L of them here, H and F
+features, R rows.
 """
 
 import argparse
@@ -88,6 +91,7 @@ class Options:
     layers: int = 48
     context: int = 4096
     sequences: int = 2
+    accumulate: int = 1
     steps: int = 50
     kept: bool = False
     compiled: bool = False
@@ -280,21 +284,27 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1.0, (step + 1) / 10)
         random = torch.Generator().manual_seed(step * D + rank)
-        first_B = torch.randint(
-            len(text) - options.context, (options.sequences, 1), generator=random
+        first_AB1 = torch.randint(
+            len(text) - options.context,
+            (options.accumulate, options.sequences, 1),
+            generator=random,
         )
-        at_BS1 = first_B + torch.arange(options.context + 1)
-        loss = model(text[at_BS1.to(device)].long())
-        loss.backward()
+        at_ABS1 = first_AB1 + torch.arange(options.context + 1)
+        step_loss = torch.zeros((), device=device)
+        for at_BS1 in at_ABS1.to(device):
+            loss = model(text[at_BS1].long()) / options.accumulate
+            loss.backward()
+            step_loss += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(step_loss)
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
     dropped = sum(float(d.dropped) for d in model.dispatchers())
     c = model.config
-    choices = len(losses) * options.sequences * options.context
+    batch = options.accumulate * options.sequences * options.context
+    choices = len(losses) * batch
     choices *= c.num_experts_per_tok * c.num_hidden_layers
     held, peak = parallel_training.allocated(device) / 1024, 0.0
     if device.type == "cuda":
@@ -305,7 +315,7 @@ def train(
     curve = torch.stack(losses)
     dist.all_reduce(curve)
     ms, held, peak, dropped = found.tolist()
-    tokens = options.sequences * options.context / ms
+    tokens = batch / ms
     mfu = tokens * flops / PEAK
     return Row(form, experts, ms, tokens, mfu, held, peak, dropped, (curve / D).tolist())
 
@@ -399,7 +409,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=["FSDP2", "all_gather"])
     parser.add_argument("--experts", nargs="+", choices=EXPERTS, default=list(EXPERTS))
     parser.add_argument("--size", choices=SIZES, default="qwen3_30b")
-    for name in ("layers", "context", "sequences", "steps"):
+    for name in ("layers", "context", "sequences", "accumulate", "steps"):
         default = getattr(Options, name)
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
     parser.add_argument("--kept", action="store_true", help="activations, without checkpointing")
@@ -415,6 +425,8 @@ def main() -> None:
     device = torch.device(given["device"])
     measured = {"options": asdict(options), "gpus": given["gpus"], "commit": timing.git_commit()}
     kinds = [name for name in ("restart", "compiled", "kept", "learned_routing") if given[name]]
+    if given["accumulate"] > 1:
+        kinds.append(f"{given['sequences']}x{given['accumulate']}")
     name = "_".join(["parallel_30b", str(given["gpus"]), *kinds, timing.slug(device)])
     path = timing.RESULTS / f"{name}.json"
     rows: dict[tuple[str, str], Row] = {}
