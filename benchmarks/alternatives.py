@@ -71,9 +71,10 @@ def sonic_moe(package: str, experts: int, chosen: int, width: int, expert_width:
     """SonicMoE's expert layer, with its router. It is not compiled, and tunes itself at first."""
     sonicmoe: Any = importlib.import_module(package)
     swiglu = importlib.import_module(f"{package}.enums").ActivationType.SWIGLU
-    layer: nn.Module = sonicmoe.MoE(
-        experts, chosen, width, expert_width, swiglu, add_bias=False, std=0.02
-    )
+    with torch.device("cuda"):  # a CPU takes seconds to draw the weights
+        layer: nn.Module = sonicmoe.MoE(
+            experts, chosen, width, expert_width, swiglu, add_bias=False, std=0.02
+        )
     return layer
 
 

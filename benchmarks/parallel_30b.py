@@ -6,10 +6,11 @@
 
 transformers' model at its published sizes, with random weights, learns Python source, a byte as a
 token. A step is forward, backward and torch's AdamW(fused) with bf16 parameters, as bf16 recipes of
-the field have it; FSDP2 reduces float32. Layers are checkpointed. Experts are torch's grouped_mm or
-a GroupedMLP; FSDP2 shards all, or they are spread over all GPUs by ExpertParallel with FSDP2 around
-them. Each expert is chosen as often as another unless --learned-routing is given, as in the field's
-figures. All ways have the same first weights, tokens and choices.
+the field have it; FSDP2 reduces float32. Layers are checkpointed, but for the first --kept. Experts
+are torch's grouped_mm or a GroupedMLP; FSDP2 shards all, or they are spread over all GPUs by
+ExpertParallel with FSDP2 around them. Each expert is chosen as often as another unless
+--learned-routing is given, as in the field's figures. All ways have the same first weights, tokens
+and choices.
 
 MFU: 6 FLOPs an active parameter, of embeddings none, and attention's causal half, by torch's peak
 of BF16 also where products are FP8. A step's time is the median; the last process counts.
@@ -81,6 +82,7 @@ PEAK = 989e12  # H100 and H200 SXM, dense BF16 (NVIDIA's data sheets)
 # NeMo Automodel's performance summary: BF16, 8 H100, its own forced balance.
 ANCHOR = 12040
 WARM, RATE, CHARACTERS = 5, 3e-4, 20_000_000
+LOGITS = 1024  # tokens whose logits are in memory: 1.5 GiB with their gradient
 
 
 @dataclass
@@ -93,7 +95,7 @@ class Options:
     sequences: int = 2
     accumulate: int = 1
     steps: int = 50
-    kept: bool = False
+    kept: int = 0
     compiled: bool = False
     learned_routing: bool = False
     restart: str | None = None
@@ -165,7 +167,7 @@ def balanced(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 class Qwen3(nn.Module):
-    """transformers' model and its loss, a sequence's logits at a time."""
+    """transformers' model and its loss, logits of few tokens at a time."""
 
     def __init__(self, options: Options, experts: str) -> None:
         super().__init__()
@@ -190,7 +192,7 @@ class Qwen3(nn.Module):
                 layer.mlp.experts.register_forward_pre_hook(balanced)
             if options.compiled:  # not Module.compile, which would compile FSDP2's hooks
                 layer = torch.compile(layer, fullgraph=True)
-            if not options.kept:
+            if i >= options.kept:
                 layer = checkpoint_wrapper(layer)
             self.body.layers[i] = layer
 
@@ -232,14 +234,16 @@ class Qwen3(nn.Module):
     def forward(self, token_BS1: Tensor) -> Tensor:
         """Return the mean cross-entropy, in nats a token."""
         hidden_BSH = self.body(input_ids=token_BS1[:, :-1], use_cache=False).last_hidden_state
-        of_sequences = [
-            checkpoint(self._entropy, hidden_SH, token_S1[1:], use_reentrant=False)
-            for hidden_SH, token_S1 in zip(hidden_BSH, token_BS1, strict=True)
-        ]
-        return torch.stack(of_sequences).mean()
+        pieces = zip(
+            hidden_BSH.flatten(0, 1).split(LOGITS),
+            token_BS1[:, 1:].flatten().split(LOGITS),
+            strict=True,
+        )
+        sums = [checkpoint(self._entropy, *piece, use_reentrant=False) for piece in pieces]
+        return torch.stack(sums).sum() / token_BS1[:, 1:].numel()
 
-    def _entropy(self, hidden_SH: Tensor, next_S: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(hidden_SH).float(), next_S)
+    def _entropy(self, hidden_PH: Tensor, next_P: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(hidden_PH).float(), next_P, reduction="sum")
 
 
 def train(
@@ -412,7 +416,7 @@ def main() -> None:
     for name in ("layers", "context", "sequences", "accumulate", "steps"):
         default = getattr(Options, name)
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
-    parser.add_argument("--kept", action="store_true", help="activations, without checkpointing")
+    parser.add_argument("--kept", type=int, default=0, help="layers that are not checkpointed")
     parser.add_argument("--compiled", action="store_true", help="each layer by torch.compile")
     parser.add_argument("--learned-routing", action="store_true", help="in place of balance")
     parser.add_argument("--restart", metavar="FOLDER", help="for a checkpoint: 6 bytes a parameter")

@@ -762,7 +762,9 @@ def check_losses(rank: int, directory: Path) -> None:
 def check_30b(rank: int, directory: Path) -> None:
     """Each way learns the same from equal weights; a restart changes no bit of its losses."""
     text = (torch.arange(999, dtype=torch.uint8) % 97).to(device())
-    options = parallel_30b.Options("tiny", layers=2, context=32, sequences=1, accumulate=2, steps=6)
+    options = parallel_30b.Options(
+        "tiny", layers=2, context=32, sequences=1, accumulate=2, steps=6, kept=1
+    )
     rows = []
     for form, experts in itertools.product(("FSDP2", "all_gather"), parallel_30b.EXPERTS):
         arguments = form, experts, options, text, mesh(), directory / form / experts
