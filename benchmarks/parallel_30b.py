@@ -339,6 +339,7 @@ def process(
         torch.cuda.set_device(device)
     if options.restart is not None:
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # whose backward adds in any order
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
