@@ -219,8 +219,8 @@ def test_mistakes() -> None:
 GroupedLinear.from_linears: modules must be torch.nn.Linear, got no module
 GroupedLinear.from_linears: modules must be torch.nn.Linear, got Expert
 GroupedLinear.from_linears: modules must be torch.nn.Linear, got Linear, Named
-GroupedLinear.from_linears: modules differ in parameters' names, shapes, dtypes or devices
-GroupedLinear.from_linears: modules differ in parameters' names, shapes, dtypes or devices
+GroupedLinear.from_linears: modules 0 and 1 differ in parameters' names, shapes, dtypes or devices
+GroupedLinear.from_linears: modules 0 and 1 differ in parameters' names, shapes, dtypes or devices
 GroupedLinear.from_linears: modules must be torch.nn.Linear, got ParametrizedLinear
 GroupedLinear: out_features must be a positive multiple of 16, got 40
 GroupedLinear: dtype must be bfloat16, float16 or float32, got float64
@@ -232,11 +232,11 @@ GroupedMLP.from_experts: modules must have the weights w1, w3, w2 or gate_proj, 
 GroupedMLP.from_experts: modules are not SwiGLU by their shapes: w1.weight [48, 32], w3.weight [32, 48], w2.weight [48, 32]
 GroupedMLP.from_experts: modules differ in their parameters' requires_grad
 GroupedMLP.from_experts: w1.weight and w3.weight become one parameter: let both require grad, or neither
-GroupedMLP.from_experts: modules differ in parameters' names, shapes, dtypes or devices
+GroupedMLP.from_experts: modules 0 and 1 differ in parameters' names, shapes, dtypes or devices
 GroupedMLP.from_experts: modules share parameters, which would be lost
 GroupedMLP.from_experts: needs a list of modules, one an expert, got Expert
 GroupedMLP.from_experts: needs a list of modules, one an expert, got NoneType
-GroupedMLP.from_experts: needs a list of modules, one an expert, got str
+GroupedMLP.from_experts: needs a list of modules, one an expert, got list of str
 GroupedLinear.from_linears: needs a list of modules, one an expert, got Expert""",  # noqa: E501
     )
 
@@ -284,7 +284,7 @@ def test_what_would_be_lost(kind: str) -> None:
     refused = sentence(lambda: GroupedLinear.from_linears(linears))
     differs = kind in ("weight_norm", "pruning")  # in names, too
     assert refused == "GroupedLinear.from_linears: module" + (
-        "s differ in parameters' names, shapes, dtypes or devices"
+        "s 0 and 2 differ in parameters' names, shapes, dtypes or devices"
         if differs
         else f" 2{lost}, which would be lost"
     )

@@ -185,12 +185,12 @@ GroupedLinear: weights='fp8' needs single_grouped_weight=True
 GroupedLinear: weights must be None, 'both', 'fp8' or 'mxfp4', got 'int8'
 GroupedMLP: weights='fp8' needs the recipe Float8BlockScaling, got MXFP8BlockScaling()
 GroupedMLP: weights='fp8' is frozen and has no gradient: leave fuse_wgrad_accumulation out
-only Tensors of floating point dtype can require gradients
+FrozenBytes: a frozen weight cannot learn: call requires_grad_() of parameters of floating point alone, or take weights='both' or None in place of 'fp8' or 'mxfp4'
 GroupedLinear: weight is frozen in uint8, got float32: load_state_dict quantizes
 frozen weight: numbers must be float8_e4m3fn, got float32
 frozen weight: scale must be [4, 3, 2], got [4, 272, 144]
-GroupedLinear: dequantize reads what is frozen, here weight, got 'down_proj': read others directly
-GroupedLinear: dequantize reads what is frozen, here nothing, got 'weight': read others directly""",
+GroupedLinear: dequantize reads frozen weights, and 'down_proj' is none: read it directly; frozen here: weight
+GroupedLinear: dequantize reads frozen weights, and 'weight' is none: read it directly; frozen here: nothing""",  # noqa: E501
     )
 
 
@@ -394,7 +394,7 @@ def test_state_dicts_that_mean_something_else(kind: Any, weights: Any) -> None:
         alone = fits | {f"{name}_scale_inv": scale}
         del alone[name]
         cases["scales come without their numbers"] = alone
-        cases["bfloat16 comes with scales"] = alone | {name: plain}
+        cases["bfloat16 comes with scales.*: leave them out, or"] = alone | {name: plain}
         narrower = plain[..., 16:]  # as many scales
         cases[rf"{name} must be \["] = {name: narrower}
         cases["one is on the meta device"] = fits | {f"{name}_scale_inv": scale.to("meta")}

@@ -175,7 +175,7 @@ def test_of_what_replaces_an_attribute_or_is_no_pair() -> None:
         said(calls),
         """\
 TypeError: grouped_linear: weight must be a tensor, got NoneType
-ValueError: grouped_mlp: activation must be a SwiGLU or an Activation, got 'relu'
+ValueError: grouped_mlp: activation must be an Activation, as SwiGLU() or GeGLU(), got 'relu'
 ValueError: grouped_mlp: activation is the class SwiGLU: call it, activation=SwiGLU()
 ValueError: grouped_mlp_sorted: activation is the class SwiGLU: call it, activation=SwiGLU()
 TypeError: grouped_mlp: gate_up_proj must be a tensor, got NoneType
@@ -207,7 +207,7 @@ ValueError: GroupedLinear: init_method must be None or a function called with ea
 ValueError: GroupedLinear: get_rng_state_tracker must be None or a function that returns an object with fork(), got 'tracker'
 ValueError: GroupedLinear: single_grouped_weight must be True or False, got 'no'
 ValueError: GroupedLinear: params_dtype must be bfloat16, float16 or float32, got int8
-ValueError: GroupedMLP: activation must be a SwiGLU or an Activation, got 'swiglu'
+ValueError: GroupedMLP: activation must be an Activation, as SwiGLU() or GeGLU(), got 'swiglu'
 ValueError: GroupedMLP: activation is the class SwiGLU: call it, activation=SwiGLU()
 ValueError: GroupedMLP: num_experts must be an integer, got True
 ValueError: grouped_mlp: max_rows must be None or an integer, got 2.5

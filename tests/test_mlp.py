@@ -648,8 +648,8 @@ def test_mistakes() -> None:
         """\
 ValueError: GroupedMLP: num_experts must be between 1 and 1024, got 0
 ValueError: GroupedMLP: hidden_size must be a positive multiple of 16, got 20
-ValueError: grouped_mlp: activation must be a SwiGLU or an Activation, got None
-ValueError: grouped_mlp: activation must be a SwiGLU or an Activation, got <built-in function gelu>
+ValueError: grouped_mlp: activation must be an Activation, as SwiGLU() or GeGLU(), got None
+ValueError: grouped_mlp: activation must be an Activation, as SwiGLU() or GeGLU(), got <built-in function gelu>
 ValueError: GeGLU: approximate must be 'none' or 'tanh', got 'sigmoid'
 ValueError: SwiGLU: alpha must be finite, got inf
 ValueError: SwiGLU: limit must be None or a positive float, got nan

@@ -209,7 +209,7 @@ RuntimeError: grouped_mlp_sorted: row_weights must be [150], one of each row, go
 RuntimeError: grouped_mlp_sorted: row_weights must be floating, of 16 bits or more, got float8_e4m3fn
 RuntimeError: grouped_mlp_sorted: gate_up_proj must be [E, 2 F, 128], as x has 128 features, got [5, 160, 144]
 RuntimeError: grouped_mlp_sorted: x is bfloat16, gate_up_proj float32: cast one of them, or use torch.autocast
-ValueError: grouped_mlp_sorted: activation must be a SwiGLU or an Activation, got None
+ValueError: grouped_mlp_sorted: activation must be an Activation, as SwiGLU() or GeGLU(), got None
 ValueError: grouped_mlp_sorted: DelayedScaling has a state: pass state, or use GroupedMLP""",  # noqa: E501
     )
 

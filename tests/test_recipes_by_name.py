@@ -107,5 +107,5 @@ def test_wrong_patterns_and_recipes() -> None:
     )
     assert type(model[0]) is GroupedExperts
     assert model.state_dict().keys() == before.keys()
-    with pytest.raises(ValueError, match=r"^convert: DelayedScaling has a state in each layer"):
+    with pytest.raises(ValueError, match=r"^convert: DelayedScaling keeps scales from step"):
         convert(qwen(), FP8, recipes={"model.layers.0.*": DelayedScaling()})

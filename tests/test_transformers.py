@@ -586,7 +586,7 @@ def test_what_is_no_recipe(recipe: Any, call: str) -> None:
 
 
 def test_recipes_with_a_memory_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^register: DelayedScaling has a state in each layer"):
+    with pytest.raises(ValueError, match=r"^register: DelayedScaling keeps scales from step"):
         register("grouped_linear_delayed", DelayedScaling())
 
 

@@ -79,6 +79,8 @@ class Conversion:
             alike.setdefault(key, []).append(one)
         rows = [("module", "modules", "form", "experts", "parameters", "weights")]
         for (name, form, experts, kept), same in alike.items():
+            if kept.startswith(("FP8", "MXFP4")):
+                kept = f"frozen in {kept}"
             kept += f", {_size(sum(one.nbytes for one in same))}"
             errors = [one.error for one in same if one.error is not None]
             if errors:

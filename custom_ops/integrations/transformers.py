@@ -162,8 +162,8 @@ def _check_stateless(op: str, recipe: Recipe | None) -> None:
     """Raise ValueError for a recipe that experts of transformers cannot have."""
     if recipe is not None and recipe.has_state:
         raise ValueError(
-            f"{op}: {type(recipe).__name__} has a state in each layer, and an experts "
-            "implementation is a function: choose a recipe without state"
+            f"{op}: {type(recipe).__name__} keeps scales from step to step, for which experts of "
+            "transformers have no place: take Float8BlockScaling() or Float8CurrentScaling()"
         )
 
 
@@ -429,11 +429,11 @@ def _operand(
     kept_as = storage_of(experts)
     if kept_as is not None:
         if is_parametrized(experts):
+            config = "for_packed_experts(config)" if kept_as == "mxfp4" else "config"
             raise ValueError(
                 f"grouped_linear: experts in {kept_as.upper()} are parametrized, which leaves "
-                "scales out. PEFT's adapters do so: call "
+                f"their scales out: for PEFT's adapters call get_peft_model(model, {config}), then "
                 "grouped_linear.integrations.peft.use_grouped_adapters(model)"
-                + (", and before for_packed_experts(config)" if kept_as == "mxfp4" else "")
             )
         check_recipe_reads("grouped_linear", recipe, kept_as)
         kept = kept_weight("grouped_linear", experts, name)  # a backward transposes it for itself

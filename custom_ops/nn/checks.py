@@ -94,7 +94,9 @@ def check_activation(op: str, activation: Activation) -> None:
         name = activation.__name__
         raise ValueError(f"{op}: activation is the class {name}: call it, activation={name}()")
     if not isinstance(activation, Activation):
-        raise ValueError(f"{op}: activation must be a SwiGLU or an Activation, got {activation!r}")
+        raise ValueError(
+            f"{op}: activation must be an Activation, as SwiGLU() or GeGLU(), got {activation!r}"
+        )
 
 
 # --- a call's tensors ----------------------------------------------------------------------------

@@ -80,7 +80,10 @@ def _listed(op: str, modules: Any) -> tuple[nn.Module, ...]:
     given = tuple(modules) if isinstance(modules, Iterable) else ()
     if not isinstance(modules, Iterable) or not all(isinstance(one, nn.Module) for one in given):
         got = next((one for one in given if not isinstance(one, nn.Module)), modules)
-        raise TypeError(f"{op}: needs a list of modules, one an expert, got {type(got).__name__}")
+        of = "" if got is modules else f"{type(modules).__name__} of "
+        raise TypeError(
+            f"{op}: needs a list of modules, one an expert, got {of}{type(got).__name__}"
+        )
     return given
 
 
@@ -100,9 +103,12 @@ def _check_alike(op: str, experts: Sequence[nn.Module]) -> None:
     parameters = [dict(expert.named_parameters()) for expert in experts]
     every = [p for one in parameters for p in one.values()]
     check_whole(op, every, "make the layer")
-    forms = {tuple((n, p.shape, p.dtype, p.device) for n, p in one.items()) for one in parameters}
-    if len(forms) != 1:
-        raise ValueError(f"{op}: modules differ in parameters' names, shapes, dtypes or devices")
+    forms = [[(n, p.shape, p.dtype, p.device) for n, p in one.items()] for one in parameters]
+    other = next((e for e, form in enumerate(forms) if form != forms[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"{op}: modules 0 and {other} differ in parameters' names, shapes, dtypes or devices"
+        )
     if len({tuple(p.requires_grad for p in one.values()) for one in parameters}) != 1:
         raise ValueError(f"{op}: modules differ in their parameters' requires_grad")
     lost = next((f"{e}{one}" for e, m in enumerate(experts) for one in _lost(m)), None)

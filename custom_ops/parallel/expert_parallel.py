@@ -33,11 +33,11 @@ DISPATCHERS: dict[str, Any] = {
 class ExpertParallel(ParallelStyle):
     """Spread a :class:`grouped_linear.GroupedMLP`'s experts over the processes of a mesh.
 
-    With ``torch.distributed.tensor.parallel.parallelize_module``, or called on a layer. Process i
-    of D keeps the experts from i E / D on. Its forward takes the tokens of this process, sends them
-    to the processes that hold their experts, and returns the sums of what these compute: what one
-    process with all experts would return. All processes call it with as many tokens, whose experts
-    are numbered from 0 to E - 1; pad with tokens whose experts are -1, which are sent nowhere.
+    Give it to ``torch.distributed.tensor.parallel.parallelize_module``. Process i of D then keeps
+    E / D experts, from i E / D on. The layer's forward takes the tokens of this process, sends them
+    to the processes that hold their experts, and sums the results that return: it returns what one
+    process with all experts would return. All processes call it with the same number of tokens.
+    Experts are numbered from 0 to E - 1. Pad with tokens of expert -1, which are sent nowhere.
 
     Parameters become DTensors, ``Shard(0)`` on the mesh, and keep their names. An expert's gradient
     is the sum over the tokens of all processes of the mesh. docs/several_gpus.md has gradients,

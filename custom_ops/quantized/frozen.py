@@ -78,6 +78,15 @@ class FrozenBytes(nn.Parameter):
         self._check(src)
         return super().copy_(src, non_blocking)  # type: ignore[return-value]
 
+    def requires_grad_(self, requires_grad: bool = True) -> "FrozenBytes":
+        """RuntimeError for True, in a sentence that torch's own lacks."""
+        if requires_grad:
+            raise RuntimeError(
+                "FrozenBytes: a frozen weight cannot learn: call requires_grad_() of parameters of "
+                "floating point alone, or take weights='both' or None in place of 'fp8' or 'mxfp4'"
+            )
+        return super().requires_grad_(False)  # type: ignore[return-value]
+
     @property
     def data(self) -> Tensor:
         """The memory as a plain tensor."""
@@ -299,8 +308,8 @@ class KeepsFrozen(nn.Module):
         """
         if name not in self._frozen:
             raise ValueError(
-                f"{type(self).__name__}: dequantize reads what is frozen, here "
-                f"{', '.join(self._frozen) or 'nothing'}, got {name!r}: read others directly"
+                f"{type(self).__name__}: dequantize reads frozen weights, and {name!r} is none: "
+                f"read it directly; frozen here: {', '.join(self._frozen) or 'nothing'}"
             )
         own, frozen = self._parameters[name], self._frozen[name]
         w = frozen.storage.dequantize(*self._local_parts(name), dtype or frozen.dtype)
@@ -427,7 +436,10 @@ class KeepsFrozen(nn.Module):
             if scale is not None:
                 given, kept = local_part(scale), local_part(getattr(self, name + SCALE))
                 if given.shape != kept.shape or given.data_ptr() != kept.data_ptr():
-                    raise ValueError(f"{dtype_name(w.dtype)} comes with scales, {key + SCALE}")
+                    raise ValueError(
+                        f"{dtype_name(w.dtype)} comes with scales, {key + SCALE}: leave them out, "
+                        "or load the bytes as they were before a cast"
+                    )
             if is_dtensor(w) != is_dtensor(own):
                 raise ValueError("it is a DTensor where the parameter is none, or the other way")
             w = w.redistribute(own.device_mesh, own.placements) if is_dtensor(own) else w

@@ -264,7 +264,7 @@ def test_trainer_asks_for_adapters(
     weights: Any, folder: Path, dataset: Any, tmp_path: Path
 ) -> None:
     model = from_pretrained(folder)
-    kept = "  FP8, " if weights == "fp8" else "  FP8 as loaded, "
+    kept = "  frozen in FP8, " if weights == "fp8" else "  frozen in FP8 as loaded, "
     assert kept in str(convert(model, RECIPE, weights=weights))
     with pytest.raises(ValueError, match="cannot perform fine-tuning on purely quantized models"):
         trainer_of(model, dataset, tmp_path)

@@ -86,9 +86,9 @@ class GroupedLinearConfig(Mxfp4Config):  # of the classes whose options are laid
     ...         folder, quantization_config=GroupedLinearConfig("mxfp4"))
     >>> print(model.hf_quantizer.report)
     module                      modules  form            experts  parameters  weights
-    model.layers.*.mlp.experts        2  MixtralExperts        8      98,304  MXFP4, 52.22 kB
+    model.layers.*.mlp.experts        2  MixtralExperts        8      98,304  frozen in MXFP4, 52.22 kB
     recipe: None
-    """
+    """  # noqa: E501
 
     weights: Literal["fp8", "mxfp4"] = "mxfp4"
     recipe: Recipe | None = None
