@@ -25,7 +25,7 @@ from grouped_linear.recipes import DelayedScalingState
 
 
 class OperandStatistics(NamedTuple):
-    """An operand of a layer's GEMMs, for one expert or for all. NaN: nobody counted it.
+    """An operand of a layer's GEMMs, for one expert or for all. NaN: not counted.
 
     Shares and errors are of a sample: 4 rows of each expert in a call, or as many as ``watch`` was
     given, others in each step.
@@ -306,17 +306,17 @@ def watch(
     """Count what FP8 does to each layer, role and expert of a model, on the device.
 
     What is counted: :class:`OperandStatistics` and :class:`Load`. The layers get torch operations
-    that read 4 rows of each expert, whatever their number, and others in the next step. A flag on
-    the device keeps or drops what they count: no host read, no graph break, no recompilation, and
-    CUDA graphs obey the flag. Results keep every bit. Watch a model before it is compiled or
-    captured, before or after ``fully_shard``.
+    that read 4 rows of each expert, and other rows in the next step. A flag on the device keeps or
+    drops what they count: no host read, no graph break, no recompilation, and CUDA graphs obey the
+    flag. Results keep every bit. Watch a model before it is compiled or captured, before or after
+    ``fully_shard``.
 
     Args:
         model: with :class:`GroupedLinear`, :class:`GroupedMLP` or experts that :func:`convert` has
             converted.
         every: count in every so many steps, as :meth:`Watch.step` counts them.
-        rows: of each expert the sample in a call: so many rows, 128 times as many rows of scales.
-            None reads all, which takes longer.
+        rows: how many rows of each expert a call reads; of scales it reads 128 times as many. None
+            reads all, which takes longer.
         to: called with each reading, a :class:`Statistics`, as ``print``; or None.
 
     Raises:

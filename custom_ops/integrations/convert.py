@@ -116,28 +116,28 @@ def convert(
     :meth:`grouped_linear.GroupedLinear.from_linears` make a layer of one.
 
     A model is converted as a whole or not at all, unless memory runs out. Convert after a
-    checkpoint is loaded, and before sharding and DistributedDataParallel. Parameters that learn go
-    on to learn, in an optimizer that was made before, too, except weights that are frozen; a
-    warning says if the optimizer must be made again. A converted model can be copied and pickled.
-    docs/models.md lists the models.
+    checkpoint is loaded, and before sharding and DistributedDataParallel. Parameters continue to
+    learn, also in an optimizer that was made before, except weights that are frozen. A warning says
+    if the optimizer must be made again. A converted model can be copied and pickled. docs/models.md
+    lists the models.
 
     Args:
         model: a model, or a module that is to be converted itself; torchtitan's experts may be on
-            the meta device. Where weights are frozen, give the whole of a Hugging Face model:
-            ``save_pretrained`` of one around it is refused.
+            the meta device. To freeze weights of a Hugging Face model give the whole model: if a
+            part is converted, ``save_pretrained`` of the whole is refused.
         recipe: how the GEMMs are computed; None for the activations' dtype, or where ``weights`` is
             "both" or "fp8" for ``Float8BlockScaling()``.
         weights: how the experts' weights are kept. None: as they are. ``"both"``: in high precision
             and FP8, as ``GroupedTensorWithMaster``, for training. ``"fp8"``: frozen in FP8 alone,
-            as bytes in plain parameters. ``"mxfp4"``: frozen in 4.25 bits an element. Experts of a
-            checkpoint in FP8 or MXFP4 are read as they are, or become such bytes in the same memory
-            by the option of their format. w13 takes none of the three. ``"fp8"`` takes no biases
-            and no weights stored as [E, in_features, out_features]; ``"mxfp4"`` and a recipe with
-            ``qat`` take in_features that are multiples of 32.
-        recipes: other recipes for some of the experts, by patterns of their names in
-            ``named_modules``, as ``fnmatch`` has them: ``{"model.layers.0.*": None}`` computes the
-            first layer without FP8. Of several that match, the last one counts. With ``weights``
-            experts for which a pattern has None keep plain weights.
+            as bytes in plain parameters. ``"mxfp4"``: frozen in 4.25 bits an element. Experts that
+            a checkpoint has in FP8 or MXFP4 stay as they are with None; the option of their format
+            makes them such bytes in the same memory. torchtitan's fused w13 takes only None.
+            ``"fp8"`` takes no biases and no weights stored as [E, in_features, out_features];
+            ``"mxfp4"`` and a recipe with ``qat`` take in_features that are multiples of 32.
+        recipes: other recipes for some of the experts, by ``fnmatch`` patterns of their names in
+            ``named_modules``: ``{"model.layers.0.*": None}`` computes the first layer without FP8.
+            The last pattern that matches counts. With ``weights``, experts whose pattern has None
+            keep plain weights.
         save_gate_up_in_fp8: of Hugging Face experts, see :func:`grouped_linear.grouped_mlp`.
 
     Returns:

@@ -114,7 +114,7 @@ def for_packed_experts(config: peft.LoraConfig) -> peft.LoraConfig:
     MXFP4 is two numbers, so such experts need this call. Over FP8 it matters with
     ``autocast_adapter_dtype=False`` alone: adapters then have the model's 16 bits, not float32.
     Names, shapes and files are those of adapters on the same model in 16 bits. Give the result to
-    ``get_peft_model``, then call :func:`use_grouped_adapters`. Adapters of a file need it, too::
+    ``get_peft_model``, then call :func:`use_grouped_adapters`. Loaded adapters need it, too::
 
         config = for_packed_experts(LoraConfig.from_pretrained(path))
         model = PeftModel.from_pretrained(model, path, config=config)

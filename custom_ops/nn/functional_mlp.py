@@ -85,20 +85,20 @@ def grouped_mlp(
             :class:`grouped_linear.SquaredReLU` or any :class:`grouped_linear.Activation`. SwiGLU,
             and ``GeGLU("tanh")`` as one of its forms, are fused with what is before or after them;
             torch operations compute the others.
-        max_rows: how many choices, of all tokens, memory is allocated for; None for all of them. It
-            saves memory, and the time to clear what is not used, where most choices are of no
-            expert. If there are more, the last ones, sorted by expert and then by token, are
-            dropped as if they were of no expert. On the device
-            ``((top_k_index >= 0) & (top_k_index < E)).sum()`` counts them.
+        max_rows: memory is allocated for so many choices, of all tokens together; None for all of
+            them. Where most choices are no expert, this saves memory and the time to clear it.
+            Choices past it, sorted by expert and then by token, are dropped as if they were no
+            expert. On the device ``((top_k_index >= 0) & (top_k_index < E)).sum()`` counts choices
+            of experts.
         save_gate_up_in_fp8: keep the activation's input for the backward in e4m3, with a scale for
             each 128 features of a row, which halves what an expert layer keeps and takes two
             passes. Outputs are the same; gradients of what is before the activation, and
-            down_proj's, have an error of FP8's size. A SwiGLU's limit decides before
-            rounding.
-        recompute_gate_up: keep no input of the activation, whatever the number of rows: the
-            backward computes the first GEMM again. Outputs and gradients have the same bits. It
-            reads x, the weight and the bias of gate and up, which are not to be written before, and
-            calls a format of your own again, which is to give the same numbers.
+            down_proj's, have an error of FP8's size. A SwiGLU's limit is compared with numbers
+            before rounding.
+        recompute_gate_up: keep no input of the activation: the backward computes the first GEMM
+            again. Outputs and gradients have the same bits. The backward reads x, the weight and
+            the bias of gate and up: do not write them before. It calls a format of your own again,
+            which must give the same numbers.
         gate_up_lora: an adapter of gate_up_proj, see :class:`grouped_linear.nn.lora.LoraWeights`.
             It adds ``scaling * b[e] @ (a[e] @ x[t])`` to gate and up, in x's dtype under every
             recipe. A projection that does not require grad then costs no wgrad and keeps nothing.
@@ -145,7 +145,7 @@ def grouped_mlp_sorted(
 ) -> Tensor:
     """:func:`grouped_mlp` for rows that a dispatcher has sorted by expert. Differentiable.
 
-    For expert e and its rows r, of which nothing is gathered or summed::
+    For expert e and its rows r, which are neither gathered nor summed::
 
         gate, up = (gate_up_proj[e] @ x[r] + gate_up_proj_bias[e]).chunk(2)
         y[r] = row_weights[r] * (down_proj[e] @ (silu(gate) * up) + down_proj_bias[e])

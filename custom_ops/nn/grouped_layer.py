@@ -155,14 +155,14 @@ class GroupedLayer(KeepsFrozen):
 
     @torch.no_grad()
     def merge_lora(self) -> None:
-        """Add each adapter's product to its weight, and set its B to zero: outputs stay.
+        """Add each adapter's product to its weight, and set its B to zero: outputs stay the same.
 
         ``weight[e] += scaling * B[e] @ A[e]``, computed in float32 and rounded once to the weight's
         numbers. On meta nothing is done.
 
         Raises:
-            ValueError: for weights that are frozen in few bits, which would drop most of a small
-                adapter. Nothing is merged then.
+            ValueError: for weights that are frozen in few bits, whose rounding would drop most of a
+                small adapter. Nothing is merged then.
         """
         for name in self._adapters:
             if name in self._frozen:

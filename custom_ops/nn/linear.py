@@ -43,16 +43,16 @@ class GroupedLinear(GroupedLayer):
         recipe: how GEMMs are computed, for example ``Float8BlockScaling()``; None computes in the
             activations' dtype. docs/recipes.md says which to take.
         cache_weights: keep memory for the quantized weight, so that ``is_first_microbatch`` can
-            reuse it from one micro-batch to the next. It is no buffer of the layer. Without a
-            recipe there is nothing to cache.
+            reuse it from one micro-batch to the next. The memory is no buffer of the layer. Without
+            a recipe there is nothing to cache.
         fuse_wgrad_accumulation: add weight gradients to ``main_grad``, an attribute of the weight
             (float32 or bfloat16, of its shape), in the GEMM itself, and leave ``grad`` alone.
             docs/from_other_libraries.md has the attributes that Megatron sets beside it.
         weights: how the weight is kept. None: a plain tensor, which each call quantizes. "both": a
-            ``GroupedTensorWithMaster``, a plain tensor and its FP8 (or MXFP4) numbers,
-            which are made when it is written, as by an optimizer. "fp8": frozen in FP8 alone, under
-            ``Float8BlockScaling``: drawn in `dtype`, then quantized, for inference and adapters.
-            For these two the recipe is ``Float8BlockScaling()`` unless another is given.
+            ``GroupedTensorWithMaster``, in high precision and in FP8 (or MXFP4); each write to it,
+            as by an optimizer, writes both. "fp8": frozen in FP8 alone, under
+            ``Float8BlockScaling``, for inference and adapters; it is drawn in `dtype`, then
+            quantized. For these two the recipe is ``Float8BlockScaling()`` unless another is given.
             "mxfp4": the same in 4.25 bits an element, see
             :func:`grouped_linear.ops.quantize_mxfp4`, without a recipe or under
             ``Float8BlockScaling`` or ``MXFP8BlockScaling``.

@@ -14,7 +14,7 @@ from grouped_linear.nn.checks import check_device, check_tensor
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``linear(x, weight, bias)`` and x, which goes on to the experts. Differentiable.
+    """Compute ``linear(x, weight, bias)``, and return x for the experts, too. Differentiable.
 
     A token has two gradients, through the router and through the experts. Where experts take the x
     that is returned here, the backward computes the first and adds the second in one GEMM, rounded
@@ -28,7 +28,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tupl
 
     Returns:
         logits [..., E], as :func:`grouped_linear.ops.topk_experts` takes them, and x. Where x
-        requires grad it is a view, which autograd lets no operation change in place.
+        requires grad the returned x is a view, and autograd lets no operation change it in place.
 
     Raises:
         RuntimeError: for a wrong shape, dtype or device.

@@ -200,9 +200,9 @@ class AllGather(_StaticDispatcher):
     Args:
         mesh: the processes that share the experts, one dimension.
         num_experts: E, of all processes together.
-        capacity_factor: how many rows a process's GEMMs have memory for: this many times the rows
-            that come to a process where experts are equally popular, T * C. The last rows past it,
-            by expert and token, are dropped, and counted in ``dropped``. None has room for the
+        capacity_factor: the rows for which a process's GEMMs have memory, as a multiple of T * C,
+            the rows that come to a process where experts are equally popular. Rows past it, sorted
+            by expert and token, are dropped, and ``dropped`` counts them. None has room for the
             choices of all processes, D * T * C, and drops nothing.
         fp8: send x, and in the backward the gradient of the outputs, in FP8 with a scale for each
             128 features of a token: half of the bytes. ``Float8BlockScaling`` computes the same

@@ -48,8 +48,8 @@ class GroupedTensorWithMaster(HandledTensor):
     Make one with :meth:`quantize`, or by the option ``weights="both"`` of a layer.
 
     A view of whole experts has the master and the FP8 numbers of these. Any other view, as a slice
-    of features or a transposed one, has no FP8 numbers: its ``master``, q, q_t and scale are those
-    of all experts that it touches, which a write to it quantizes.
+    of features or a transposed one, has no FP8 numbers of its own: its ``master``, q, q_t and scale
+    are those of all experts that it touches. A write to it quantizes these experts.
 
     Attributes:
         master: [E, N, K] bfloat16, float16 or float32, contiguous; or [N, K] of one expert. Read
@@ -302,7 +302,7 @@ class GroupedTensorWithMaster(HandledTensor):
         return sum(part.nbytes for part in held if part is not None)
 
     def element_size(self) -> int:
-        """The bytes that are held of an element, besides scales."""
+        """The bytes that an element takes, without scales."""
         of_parts = (1 if self.q_t is None else 2) if self.is_whole else 0
         return self.numbers.element_size() + of_parts
 

@@ -39,18 +39,19 @@ class Float8BlockScaling(Recipe):
         wgrad: what wgrad multiplies: ``torch.float8_e4m3fn``, or x and dy as they come, cast to
             ``torch.bfloat16`` or ``torch.float16`` where they have another dtype. fprop and dgrad
             are in FP8 either way. In 16 bits a layer keeps x itself for the backward, not a
-            columnwise copy in FP8, and quantizes x and dy rowwise only. Under FP8 a GroupedMLP with
-            at most 256 intermediate features computes the down projection's in the dtype of 16-bit
-            tokens all the same, which is faster.
-        qat: ``"mxfp4"`` trains weights in the four bits in which they are served, which is called
-            quantization-aware training: each weight is rounded to MXFP4, as
-            :func:`grouped_linear.ops.quantize_mxfp4` does, and written in e4m3, in one pass. The
-            gradient reaches it as if it had not been rounded. y and dx are, bit for bit, those of
-            ``weights="mxfp4"`` of the same numbers. in_features must be multiples of 32, and
-            ``power_of_two_scales`` and ``amax_epsilon`` do not apply to the weight.
-        requantize_weights: quantize weights for dgrad again in the backward, instead of keeping the
-            transposed one from the forward on: a byte for each number, of all layers at once, under
-            FSDP2 of whole layers. Weights that are cached or stored in FP8 are read as they are.
+            columnwise copy in FP8, and quantizes x and dy rowwise only. A GroupedMLP with at most
+            256 intermediate features always computes the down projection's wgrad in the dtype of
+            16-bit tokens, which is faster.
+        qat: ``"mxfp4"`` is quantization-aware training, for weights that are served in four bits:
+            each weight is rounded to MXFP4, as :func:`grouped_linear.ops.quantize_mxfp4` does, and
+            written in e4m3, in one pass. The gradient reaches it as if it had not been rounded. y
+            and dx are, bit for bit, those of ``weights="mxfp4"`` of the same numbers. in_features
+            must be multiples of 32, and ``power_of_two_scales`` and ``amax_epsilon`` do not apply
+            to the weight.
+        requantize_weights: quantize weights for dgrad again in the backward, instead of keeping
+            transposed FP8 weights from the forward on. Those take a byte for each number of all
+            layers at once, under FSDP2 of whole layers. Weights that are cached or stored in FP8
+            are read as they are.
 
     Raises:
         ValueError: if ``amax_epsilon`` is negative or not finite, for another ``wgrad``, or for a

@@ -37,8 +37,8 @@ class DelayedScaling(Recipe):
         scale = 1 / clamp(fp8_max / amax / 2 ** margin, 2 ** -126, 2 ** 126)
 
     The scale stays where an amax is zero (a group without tokens) or not finite (a step that
-    diverged). A group's scale is 0 until there is one, and a call then takes the group's own, as
-    :class:`grouped_linear.Float8CurrentScaling` does. The device decides that.
+    diverged). A group's scale is 0 until an update sets it. Till then a call scales the group by
+    its own amax, as :class:`grouped_linear.Float8CurrentScaling` does; the device decides that.
 
     Args:
         margin: how many powers of two to stay below the format's largest number; 0 to 64.
@@ -187,7 +187,7 @@ class DelayedScalingState(nn.Module):
     def of_call(self, fills_cache: bool = False) -> Recipe:
         """The recipe with these scales; without gradients no amax is recorded.
 
-        But that of a weight which fills a cache: calls with gradients read it from there.
+        Only a weight that fills a cache has its amax recorded: calls with gradients read the cache.
         """
         recording, filling, reading = self.recipes
         if torch.is_grad_enabled():

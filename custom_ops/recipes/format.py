@@ -178,11 +178,12 @@ class Format:
             been rounded.
         qat_dim: along which dimension of the stored weight its blocks run. ``convert`` sets -2 for
             one that is kept as [E, K, N].
-        observer: called with each operand that is made in this format, for a tool that looks at it,
-            as ``observer(source, operands, offs, layouts)``: a tensor, or what rows are computed
-            from (:class:`Gathered`, :class:`SwigluOf`, :class:`SwigluGradOf`), what was made of it,
-            group ends and the layouts asked for. Of a weight: its tensors, None and None. It writes
-            none of them. With one, equal numbers are computed by the same ops, one at a time.
+        observer: for a tool, called with each operand that is made in this format, as
+            ``observer(source, operands, offs, layouts)``. source is a tensor, or what rows are
+            computed from (:class:`Gathered`, :class:`SwigluOf`, :class:`SwigluGradOf`), or a tuple
+            with a weight's tensors; operands are made of it. offs are group ends, layouts those
+            asked for; both are None for a weight. It must write none of them. With an observer ops
+            are not fused, and numbers stay equal.
 
     Raises:
         ValueError: for options that contradict each other or are out of range.
@@ -301,8 +302,8 @@ class Format:
     def compared(self) -> tuple[Any, ...]:
         """The options by which formats are equal, which are constants.
 
-        Dynamo makes nothing but constants of what a tensor that is made in a graph holds, as the
-        local part of a DTensor (torch 2.13).
+        Dynamo takes the attributes of a tensor that is made in a graph for constants, as of a
+        DTensor's local part (torch 2.13).
         """
         options: tuple[Any, ...] = self._compared  # type: ignore[attr-defined]
         return options

@@ -137,7 +137,7 @@ class Recipe:
 
     @property
     def why_rows_depend(self) -> str | None:
-        """Why the numbers of one row of x may follow the other rows; None where they do not."""
+        """Why the numbers of a row of x may depend on other rows; None where they do not."""
         if self.input.quantize is not None:
             return f"a function of your own quantizes what {self!r} multiplies"
         if self.input.scaling in ("group", "delayed"):

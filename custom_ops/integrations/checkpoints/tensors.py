@@ -60,18 +60,18 @@ class TensorMeta(NamedTuple):
 
 
 class CheckpointTensors:
-    """A model's weights as its published checkpoint has them, for a sampler that takes them over.
+    """A model's weights as its published checkpoint has them, for a sampler that loads them.
 
     Iteration gives pairs of name and whole tensor. Experts have the bits that training multiplies:
     e4m3 numbers ``...weight`` and float32 scales ``...weight_scale_inv`` of 128 x 128 blocks, as
     DeepSeek-V3; MXFP4 as DeepSeek-V4, int8 codes and E8M0 scales, or as GPT-OSS, ``..._blocks`` and
     ``..._scales``; or numbers of 16 bits. All other weights come as the model has them, tied ones
-    once. It is what vLLM calls a ``WeightSource``: :meth:`metadata` and iteration agree element for
-    element, and each iteration reads the numbers of its moment. Make another one after ``convert``.
+    once. vLLM calls this a ``WeightSource``: :meth:`metadata` and iteration agree element for
+    element, and each iteration reads the present numbers. Make another one after ``convert``.
 
     Of a sharded model (FSDP2, transformers' ``DistributedConfig``) every process iterates to the
-    end, and has every tensor: a layer is gathered at a time. Elsewhere tensors are views of the
-    model's memory where names allow it: copy what is to outlive the next step.
+    end, and has every tensor: one layer is gathered at a time. Of other models tensors are views of
+    the model's memory where names allow it: copy those that must outlive the next step.
 
     Args:
         model: a transformers model.
