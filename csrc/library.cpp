@@ -324,7 +324,8 @@ template <typename Return, typename... Arguments>
 struct NoCuda<Return (*)(Arguments...)> {
   template <OpName op>
   static Return kernel(Arguments...) {
-    grouped_linear::fail(op.text, ": no CUDA kernel in this build, only CPU");
+    grouped_linear::fail(op.text,
+                         ": no CUDA kernel in this build, only CPU: build it again with nvcc");
   }
 };
 
