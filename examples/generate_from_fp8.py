@@ -18,12 +18,7 @@ import time
 from tempfile import TemporaryDirectory
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
 from grouped_linear import convert
 
@@ -41,7 +36,7 @@ CONFIG = MixtralConfig(
 
 def write_small_checkpoint(folder: str) -> None:
     torch.manual_seed(0)
-    model = MixtralForCausalLM(CONFIG).to(torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
     convert(model, weights="fp8")
     model.save_pretrained(folder)
 

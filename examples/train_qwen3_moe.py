@@ -21,8 +21,8 @@ from tempfile import TemporaryDirectory
 import torch
 from matplotlib import pyplot as plt
 from transformers import (
+    AutoModelForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
     Trainer,
     TrainingArguments,
     set_seed,
@@ -47,7 +47,7 @@ CONFIG = Qwen3MoeConfig(
 def train(in_fp8: bool, steps: int) -> tuple[dict[int, float], float]:
     """Losses by step, and the seconds of one step."""
     set_seed(0)
-    model = Qwen3MoeForCausalLM(CONFIG).to(torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
     if in_fp8:
         print(convert(model, Float8BlockScaling()))
     text = torch.frombuffer(

@@ -147,6 +147,12 @@ def test_blocks_are_not_cut_on_the_site(page: Path) -> None:
     assert not [line for kind, line in lines if len(line) > (96 if kind == "text" else 88)]
 
 
+def test_examples_do_not_round_rotary_frequencies() -> None:
+    """As ``to(dtype)`` of a model does: saved and loaded it would compute something else."""
+    files = [ROOT / "README.md", *PAGES, *(ROOT / "examples").glob("*.py")]
+    assert not [f.name for f in files if re.search(r"ForCausalLM\(.*\)\.to\(", f.read_text())]
+
+
 def test_ops_with_a_gradient_are_those_that_the_page_names() -> None:
     names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
