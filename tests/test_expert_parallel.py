@@ -633,8 +633,8 @@ def check_refused(rank: int, directory: Path) -> None:
     """Before anything is sent."""
     multiple = "must be a multiple of the number of processes, got 3 experts and 2 processes"
     for model, style, sentence in (
-        (nn.Linear(16, 16), ExpertParallel(), "spreads a GroupedMLP over processes, got Linear"),
-        (make(recipe=DelayedScaling()), ExpertParallel(), "choose a recipe without a state"),
+        (nn.Linear(16, 16), ExpertParallel(), "got Linear: transformers and torchtitan spread"),
+        (make(recipe=DelayedScaling()), ExpertParallel(), "take another recipe, as Float8"),
         (GroupedMLP(3, H, F), ExpertParallel(), f"AllGather: num_experts {multiple}"),
         (spread(make()), ExpertParallel(), "sharded already: apply it before"),
     ):
@@ -658,6 +658,8 @@ def check_refused(rank: int, directory: Path) -> None:
     x, logits, _ = (t[own(rank)] for t in tokens())
     with pytest.raises(ValueError, match="the dispatcher chooses max_rows"):
         parallel(x, *route(logits), max_rows=7)
+    with pytest.raises(ValueError, match="its dispatcher sorts: call forward"):
+        parallel.forward_sorted(x, [len(x), *[0] * (parallel.num_experts - 1)])
     with pytest.raises(RuntimeError, match="differ in their tokens"):
         parallel(x[1:], *route(logits))
 

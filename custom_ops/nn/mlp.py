@@ -276,7 +276,7 @@ class GroupedMLP(GroupedLayer):
         torch.Size([10, 16])
         """
         if self.dispatcher is not None:
-            raise ValueError("GroupedMLP: forward_sorted is for rows that no dispatcher sorts")
+            raise ValueError("GroupedMLP: its dispatcher sorts: call forward, not forward_sorted")
         projections = self._projections(x, is_first_microbatch)
         return apply_mlp_sorted(x, m_splits, row_weights, *projections, self._config)
 

@@ -97,13 +97,14 @@ class ExpertParallel(ParallelStyle):
         """parallelize_module calls this."""
         if not isinstance(module, GroupedMLP):
             raise ValueError(
-                f"ExpertParallel: spreads a GroupedMLP over processes, got {type(module).__name__}"
+                f"ExpertParallel: spreads a GroupedMLP, got {type(module).__name__}: transformers "
+                "and torchtitan spread the experts of their models themselves"
             )
         check_whole("ExpertParallel", module.parameters(), "apply it")
         if module.recipe is not None and module.recipe.has_state:
             raise ValueError(
                 f"ExpertParallel: {type(module.recipe).__name__} keeps scales from step to step, "
-                "which are not spread with the experts: choose a recipe without a state"
+                "which are not spread with experts: take another recipe, as Float8BlockScaling()"
             )
         E = module.num_experts
         if isinstance(self.dispatch, str):
