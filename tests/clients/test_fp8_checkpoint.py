@@ -124,7 +124,7 @@ def test_adapters_without_the_call(folder: Path, weights: Any, parameter: str) -
     model = from_pretrained(folder)
     convert(model, RECIPE, weights=weights)
     model = peft.get_peft_model(model, config_of([parameter]))
-    with pytest.raises(ValueError, match=r"are parametrized.*call \S+use_grouped_adapters"):
+    with pytest.raises(ValueError, match=r"are parametrized.*then \S+use_grouped_adapters"):
         logits(model)
     with model.disable_adapter():
         logits(model)
