@@ -185,9 +185,9 @@ class Changes:
         held = sum(one() is not None for one in self.replaced)
         if held:
             warnings.warn(
-                f"convert: {held} parameters were replaced and something still holds them, as an "
-                "optimizer or DistributedDataParallel does that was made before: make it again, or "
-                "it steps the old ones and keeps their memory",
+                f"convert: {held} parameters were replaced and something still holds the old ones, "
+                "as an earlier optimizer or DistributedDataParallel does: make it again, or it "
+                "steps the old ones and keeps their memory",
                 stacklevel=5,  # convert, its part and that one's decorator
             )
 
