@@ -24,13 +24,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from grouped_linear import GroupedLinear, GroupedMLP, Recipe, grouped_linear, ops
+from grouped_linear import GroupedLinear, GroupedMLP, Lora, Recipe, SwiGLU, grouped_linear, ops
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.nn.router import router_logits
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.errors import sentence
-from support.layers import call_of, linear_of
+from support.layers import call_of, linear_of, with_numbers_in_adapters
 from support.pairs import in_turn, pairwise
 from support.recipes import MORE_RECIPES, RECIPES, state_for
 from support.saved import saved_tensors
@@ -543,6 +543,29 @@ def test_selective_checkpointing_that_keeps_gemms(form: str, recipe: Recipe | No
     (in_forward, recomputed), (again, kept) = multiplied
     assert again == in_forward == (2 if form == "mlp" else 1)
     assert recomputed - kept == in_forward
+
+
+@EVERY_RECIPE
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora": Lora(8, alpha=16)},
+        {"save_gate_up_in_fp8": True, "activation": SwiGLU(limit=0.1)},
+    ],
+    ids=["scaled_adapter", "limit_in_fp8"],
+)
+def test_kept_outputs_of_gemms_are_not_written(
+    options: dict[str, Any], recipe: Recipe | None, device: str
+) -> None:
+    """torch refuses a kept tensor that was written since, and a recompute would read it."""
+    mlp = with_numbers_in_adapters(GroupedMLP(E, K, N, recipe=recipe, device=device, **options))
+    x, routed = inputs(device)[0], torch.rand(T, E, device=device).topk(2)
+    learning, gradients = [x, *(p for p in mlp.parameters() if p.requires_grad)], []
+    contexts = partial(create_selective_checkpoint_contexts, [*ops.GEMMS])
+    for how in ({}, {"context_fn": contexts}):
+        y = checkpoint(mlp, x, *routed, use_reentrant=False, **how)
+        gradients.append(torch.autograd.grad(y.square().sum(), learning))
+    assert_all_same_bits(*gradients)
 
 
 @EVERY_RECIPE
