@@ -77,10 +77,11 @@ class GroupedLayer(KeepsFrozen):
         """Register a parameter. A subclass may register one for each expert."""
         self.register_parameter(name, None if t is None else nn.Parameter(t))
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load. With a weight that is assigned its state and cache leave the meta device."""
-        super()._load_from_state_dict(*args, **kwargs)
-        device = next((p.device for p in self.parameters()), torch.device("meta"))
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register, as any assignment does. State and cache leave the meta device with a weight."""
+        super().register_parameter(name, param)
+        own = self._parameters[name]  # accelerate's init_empty_weights registers another
+        device = torch.device("meta") if own is None else own.device
         for kept in self.children() if device.type != "meta" else ():
             if isinstance(kept, DelayedScalingState | WeightCache):
                 # Scales may have been loaded before the weight.
