@@ -17,8 +17,15 @@ from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.gradient_accumulation import main_grad_of
 from grouped_linear.nn.lora import Lora
 from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen
-from grouped_linear.quantized.keep import Weights, check_weights_kept, keep_weight, recipe_for
+from grouped_linear.quantized.keep import (
+    Weights,
+    as_master,
+    check_weights_kept,
+    keep_weight,
+    recipe_for,
+)
 from grouped_linear.quantized.weight_cache import WeightCache
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import DelayedScalingState, Recipe
 from grouped_linear.recipes.delayed import new_state
 from grouped_linear.recipes.recipe import UNQUANTIZED
@@ -78,7 +85,16 @@ class GroupedLayer(KeepsFrozen):
         self.register_parameter(name, None if t is None else nn.Parameter(t))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register, as any assignment does. State and cache leave the meta device with a weight."""
+        """Register, as any assignment does. State and cache leave the meta device with a weight.
+
+        So does a master, which quantizes its copy of a plain weight.
+        """
+        before: Any = self._parameters.get(name)
+        is_master = isinstance(before, GroupedTensorWithMaster) and before.is_meta
+        if is_master and type(param) is nn.Parameter and not param.is_meta:
+            attributes = vars(param)
+            param = nn.Parameter(as_master(before, param.detach()), param.requires_grad)
+            vars(param).update(attributes)
         super().register_parameter(name, param)
         own = self._parameters[name]  # accelerate's init_empty_weights registers another
         device = torch.device("meta") if own is None else own.device
