@@ -87,14 +87,17 @@ class GroupedLayer(KeepsFrozen):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register, as any assignment does. State and cache leave the meta device with a weight.
 
-        So does a master, which quantizes its copy of a plain weight.
+        So does a master, which quantizes its copy of a plain weight. Frozen ones stay frozen.
         """
         before: Any = self._parameters.get(name)
-        is_master = isinstance(before, GroupedTensorWithMaster) and before.is_meta
-        if is_master and type(param) is nn.Parameter and not param.is_meta:
-            attributes = vars(param)
-            param = nn.Parameter(as_master(before, param.detach()), param.requires_grad)
-            vars(param).update(attributes)
+        was_meta = before is not None and before.is_meta
+        if was_meta and param is not None and not param.is_meta:
+            if isinstance(before, GroupedTensorWithMaster) and type(param) is nn.Parameter:
+                attributes = vars(param)
+                param = nn.Parameter(as_master(before, param.detach()), param.requires_grad)
+                vars(param).update(attributes)
+            if not before.requires_grad:
+                param.requires_grad_(False)
         super().register_parameter(name, param)
         own = self._parameters[name]  # accelerate's init_empty_weights registers another
         device = torch.device("meta") if own is None else own.device
