@@ -31,7 +31,7 @@ from grouped_linear import (
     ops,
     te,
 )
-from grouped_linear.quantized.frozen import KeepsFrozen
+from grouped_linear.quantized.frozen import FrozenBytes, KeepsFrozen
 from support import reference
 from support.calls import Calls
 from support.compare import assert_same_bits, assert_same_tensors, bits
@@ -256,6 +256,14 @@ def test_bytes_take_no_numbers() -> None:
     assert_same_state(layer, before)
     assert_same_state(averaged.module, before)
     bytes_of.data = half_way  # the same ones
+
+
+def test_bytes_that_are_assigned_take_no_numbers() -> None:
+    """As transformers' from_pretrained assigns them."""
+    layer = make_layer()
+    for name in ("weight", "weight_scale_inv"):
+        setattr(layer, name, nn.Parameter(layer.get_parameter(name).data, requires_grad=False))
+        assert type(layer.get_parameter(name)) is FrozenBytes
 
 
 # --- state dicts ---------------------------------------------------------------------------------

@@ -24,19 +24,29 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from grouped_linear import GroupedLinear, GroupedMLP, Recipe, grouped_linear, ops
+from grouped_linear import (
+    Float8BlockScaling,
+    GroupedLinear,
+    GroupedMLP,
+    Lora,
+    Recipe,
+    SwiGLU,
+    grouped_linear,
+    ops,
+)
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.nn.router import router_logits
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.errors import sentence
-from support.layers import call_of, linear_of
+from support.layers import call_of, linear_of, with_numbers_in_adapters
 from support.pairs import in_turn, pairwise
 from support.recipes import MORE_RECIPES, RECIPES, state_for
 from support.saved import saved_tensors
 from support.tensors import BF16, FP16, FP32
 
 T, E, K, N = 40, 3, 32, 48
+QAT = Float8BlockScaling(qat="mxfp4")
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 WAYS = {"eager": False, "compiled": True}
 ONE_OR_APART = {"one": True, "apart": False}
@@ -158,6 +168,27 @@ def test_autocast_of_experts_apart(
         biases = [p.grad for name, p in layer.named_parameters() if name.startswith("bias")]
         results.append((y, x.grad, total, torch.stack(biases).view(E, N)))
     assert_all_same_bits(*results)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["plain", "kept_gemms"])
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), QAT], ids=[*RECIPES, "qat"])
+def test_autocast_beside_weights_in_the_other_16_bits(
+    recipe: Recipe | None, kept: bool, device: str
+) -> None:
+    """torch.stack of experts' weights refuses these under autocast, wherever it is called."""
+    layer = make_layer(recipe, device, dtype=FP16, single_grouped_weight=False)
+    x, m_splits = inputs(device)
+    how: dict[str, Any] = {"use_reentrant": False}
+    if kept:  # a dispatch mode
+        how["context_fn"] = partial(create_selective_checkpoint_contexts, [*ops.GEMMS])
+    results = []
+    for autocast, given in ((True, x), (False, x.bfloat16())):
+        layer.to(FP16 if recipe is not None or autocast else BF16)
+        with torch.autocast(device, BF16, enabled=autocast):
+            y = checkpoint(layer, given, m_splits, **how)
+        results.append((y, *torch.autograd.grad(y.square().sum(), [x, *weights_of(layer)])))
+    for one, other in zip(*results, strict=True):
+        assert_same_bits(one, other.to(one.dtype))
 
 
 @pytest.mark.parametrize("order", ["backwards", "gaps"])
@@ -543,6 +574,29 @@ def test_selective_checkpointing_that_keeps_gemms(form: str, recipe: Recipe | No
     (in_forward, recomputed), (again, kept) = multiplied
     assert again == in_forward == (2 if form == "mlp" else 1)
     assert recomputed - kept == in_forward
+
+
+@EVERY_RECIPE
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora": Lora(8, alpha=16)},
+        {"save_gate_up_in_fp8": True, "activation": SwiGLU(limit=0.1)},
+    ],
+    ids=["scaled_adapter", "limit_in_fp8"],
+)
+def test_kept_outputs_of_gemms_are_not_written(
+    options: dict[str, Any], recipe: Recipe | None, device: str
+) -> None:
+    """torch refuses a kept tensor that was written since, and a recompute would read it."""
+    mlp = with_numbers_in_adapters(GroupedMLP(E, K, N, recipe=recipe, device=device, **options))
+    x, routed = inputs(device)[0], torch.rand(T, E, device=device).topk(2)
+    learning, gradients = [x, *(p for p in mlp.parameters() if p.requires_grad)], []
+    contexts = partial(create_selective_checkpoint_contexts, [*ops.GEMMS])
+    for how in ({}, {"context_fn": contexts}):
+        y = checkpoint(mlp, x, *routed, use_reentrant=False, **how)
+        gradients.append(torch.autograd.grad(y.square().sum(), learning))
+    assert_all_same_bits(*gradients)
 
 
 @EVERY_RECIPE

@@ -608,6 +608,17 @@ def test_meta() -> None:
         assert not mlp.get_parameter(f"{name}_lora_b").any()
 
 
+@pytest.mark.parametrize("weights", [None, "both"])
+def test_weights_assigned_on_the_meta_device_stay_frozen(weights: Any) -> None:
+    """As by load_state_dict: transformers' from_pretrained lets what it assigns require grad."""
+    options: dict[str, Any] = {"weights": weights, "lora": Lora(4)}
+    layer, saved = (GroupedLinear(2, 16, 32, device=d, **options) for d in ("meta", "cpu"))
+    for name, p in saved.named_parameters():
+        setattr(layer, name, nn.Parameter(p.detach().clone()))
+    learning = {name for name, p in layer.named_parameters() if p.requires_grad}
+    assert learning == {"weight_lora_a", "weight_lora_b"}
+
+
 def test_scaling() -> None:
     """By alpha over the rank, or its root; without alpha a factor of 1."""
     assert Lora(16, 32).scaling == 2

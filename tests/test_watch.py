@@ -495,6 +495,17 @@ def test_lists_of_weights(name: str, compiled: bool) -> None:
     assert {row.moved for row in found[0].operands if row.role == "weight"} == {0.5}
 
 
+def test_weights_in_other_16_bits_than_autocasts() -> None:
+    layer = linear(RECIPES["block"], "cpu", torch.float16)
+    seen, x = watch(layer), rows(K)[: sum(SPLITS)]
+    counted = []
+    for autocast in (False, True):
+        with torch.autocast("cpu", BF16, enabled=autocast):
+            layer(x, list(SPLITS))
+        counted.append(repr(seen.read()))
+    assert counted[0] == counted[1]
+
+
 @needs_gpu
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("name", RECIPES)

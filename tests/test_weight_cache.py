@@ -480,13 +480,18 @@ def test_a_pickle_has_the_weight_alone(recipe: Recipe | None) -> None:
     assert len(pickle.dumps(layer)) < layer.weight.nbytes + 8000
 
 
-@pytest.mark.parametrize("assign", [False, True], ids=["to_empty", "assign"])
+@pytest.mark.parametrize("way", ["to_empty", "assign", "attributes"])
 @EVERY_LAYER_AND_RECIPE
-def test_meta_device(make: Make, recipe: Recipe, assign: bool) -> None:
+def test_meta_device(make: Make, recipe: Recipe, way: str) -> None:
+    """No state dict has the cache, and a checkpoint may have no scales."""
     layer, right = make(recipe, "meta"), make(recipe)
-    if assign:  # no state dict has the cache, and a checkpoint may have no scales
-        state = {name: t for name, t in right.state_dict().items() if "_state." not in name}
+    state = {name: t for name, t in right.state_dict().items() if "_state." not in name}
+    if way == "assign":
         layer.load_state_dict(state, strict=False, assign=True)
+    elif way == "attributes":  # as transformers' from_pretrained sets them
+        for name, t in state.items():
+            module, _, attribute = name.rpartition(".")
+            setattr(layer.get_submodule(module), attribute, nn.Parameter(t))
     else:
         layer.to_empty(device="cpu")
         grouped(layer).reset_parameters()

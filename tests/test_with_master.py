@@ -750,6 +750,20 @@ def test_meta_device(name: str) -> None:
     assert_same_bits(layer.weight.master, drawn.weight.master)
 
 
+@pytest.mark.parametrize("name", [*RECIPES, "own"])
+def test_a_plain_weight_that_is_assigned_on_the_meta_device(name: str) -> None:
+    """As transformers' from_pretrained assigns it, with an attribute of its own."""
+    layer = GroupedLinear(E, K, N, recipe=FORMATS[name], weights="both", device="meta")
+    given: Any = nn.Parameter(torch.randn(E, N, K), requires_grad=False)
+    given.is_loaded = True
+    layer.weight = given
+    assert isinstance(layer.weight, GroupedTensorWithMaster)
+    assert not layer.weight.requires_grad
+    assert layer.weight.is_loaded  # type: ignore[attr-defined]
+    assert_fresh(layer.weight)
+    assert_same_bits(layer.weight.master, given.detach())
+
+
 class Writes(RuleBasedStateMachine):
     """Sequences of writes, with forwards, backwards, compiled calls and graphs between them."""
 

@@ -62,8 +62,8 @@ class Adapter(NamedTuple):
     ) -> LowRankTerm:
         w = Operands(None, None, first)
         product_Tr = Gemm(Operands(t, rows=rows), w, offs_E, t.dtype).compute()
-        if self.scaling != 1:
-            product_Tr.mul_(self.scaling)
+        if self.scaling != 1:  # not in place: selective checkpointing may keep a GEMM's output
+            product_Tr = product_Tr * self.scaling
         return LowRankTerm(product_Tr, second)
 
     def grads(

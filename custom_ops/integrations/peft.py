@@ -31,6 +31,7 @@ from grouped_linear.integrations.transformers import (
 )
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
+from grouped_linear.nn.arguments import without_autocast
 from grouped_linear.nn.checks import check_model
 from grouped_linear.nn.lora import MAX_RANK, Lora, LoraWeights
 from grouped_linear.quantized.frozen import KeepsFrozen, frozen_of
@@ -372,6 +373,7 @@ class ParamWrapper(lora.ParamWrapper):
                 f"{self.parameter_name}: adapters that are active together must have one dropout, "
                 f"got {sorted(dropouts)}: call use_grouped_adapters(model, dropout=...)"
             )
-        a = torch.cat([adapter.a for adapter in active], dim=1)
-        b = torch.cat([adapter.b * adapter.scaling for adapter in active], dim=2)
+        with without_autocast(active[0].a.device):
+            a = torch.cat([adapter.a for adapter in active], dim=1)
+            b = torch.cat([adapter.b * adapter.scaling for adapter in active], dim=2)
         return LoraWeights(a, b, dropout=dropouts.pop())

@@ -5,6 +5,8 @@ T rows, E groups (experts), K in_features, N out_features.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +38,18 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Activations in autocast's dtype, which leaves dtypes alone that are none of activations."""
     return x.to(dtype) if x.dtype in ACTIVATIONS else x
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Turn torch.autocast off, in which torch.stack refuses 16 bits of another kind than its own.
+
+    The arguments have the dtypes in which a layer computes.
+    """
+    if autocast_dtype(device) is None:
+        return nullcontext()
+    if torch.compiler.is_compiling():  # Dynamo does not trace the guard below, which costs less
+        return torch.autocast(device.type, enabled=False)
+    return torch._C._DisableAutocast()
 
 
 def as_rows(op: str, x: Tensor) -> tuple[Tensor, torch.dtype | None]:

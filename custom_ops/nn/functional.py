@@ -13,7 +13,13 @@ from grouped_linear import ops
 from grouped_linear.autograd.linear import GroupedLinearFunction, LinearCall, takes_one_op
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.autograd.wgrad import Wgrad
-from grouped_linear.nn.arguments import as_rows, ready, recipe_of_call, with_dropout
+from grouped_linear.nn.arguments import (
+    as_rows,
+    ready,
+    recipe_of_call,
+    with_dropout,
+    without_autocast,
+)
 from grouped_linear.nn.checks import LINEAR, check_projection, check_tensor, splits_on
 from grouped_linear.nn.gradient_accumulation import mark_added
 from grouped_linear.nn.lora import LoraWeights, adapter_of
@@ -106,6 +112,7 @@ def apply_linear(
     sizes = m_splits_E if offs_E is None else None
     call = LinearCall(projection, torch.is_grad_enabled(), sizes, offs_E, save_input, defer_wgrad)
     differentiated = x_TK, given.bias_EN, *projection.factors, *inputs
-    y_TN: Tensor = GroupedLinearFunction.apply(call, *differentiated)
+    with without_autocast(x.device):
+        y_TN: Tensor = GroupedLinearFunction.apply(call, *differentiated)
     mark_added(given)
     return y_TN if x.dim() == 2 else y_TN.reshape(*x.shape[:-1], y_TN.size(1))

@@ -15,7 +15,13 @@ from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.autograd.mlp import Arriving, GroupedMLPFunction, MLPCall
 from grouped_linear.autograd.projection import Projection
 from grouped_linear.autograd.routing import ChosenRows, SortedRows, truncate_routing
-from grouped_linear.nn.arguments import as_rows, ready, recipe_of_call, with_dropout
+from grouped_linear.nn.arguments import (
+    as_rows,
+    ready,
+    recipe_of_call,
+    with_dropout,
+    without_autocast,
+)
 from grouped_linear.nn.checks import (
     DOWN,
     GATE_UP,
@@ -319,5 +325,6 @@ def _apply(
     of_gate_up = gate_up_w, gate_up.bias_EN, *gate_up.factors
     of_down = down_w, down.bias_EN, *down.factors
     call = MLPCall(gate_up, down, config, rows, torch.is_grad_enabled(), arriving)
-    y: Tensor = GroupedMLPFunction.apply(call, x_TH, weights, *of_gate_up, *of_down)
+    with without_autocast(x_TH.device):
+        y: Tensor = GroupedMLPFunction.apply(call, x_TH, weights, *of_gate_up, *of_down)
     return y

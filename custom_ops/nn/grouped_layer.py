@@ -17,8 +17,15 @@ from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.gradient_accumulation import main_grad_of
 from grouped_linear.nn.lora import Lora
 from grouped_linear.quantized.frozen import STORAGES, KeepsFrozen
-from grouped_linear.quantized.keep import Weights, check_weights_kept, keep_weight, recipe_for
+from grouped_linear.quantized.keep import (
+    Weights,
+    as_master,
+    check_weights_kept,
+    keep_weight,
+    recipe_for,
+)
 from grouped_linear.quantized.weight_cache import WeightCache
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import DelayedScalingState, Recipe
 from grouped_linear.recipes.delayed import new_state
 from grouped_linear.recipes.recipe import UNQUANTIZED
@@ -77,10 +84,23 @@ class GroupedLayer(KeepsFrozen):
         """Register a parameter. A subclass may register one for each expert."""
         self.register_parameter(name, None if t is None else nn.Parameter(t))
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load. With a weight that is assigned its state and cache leave the meta device."""
-        super()._load_from_state_dict(*args, **kwargs)
-        device = next((p.device for p in self.parameters()), torch.device("meta"))
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register, as any assignment does. State and cache leave the meta device with a weight.
+
+        So does a master, which quantizes its copy of a plain weight. Frozen ones stay frozen.
+        """
+        before: Any = self._parameters.get(name)
+        was_meta = before is not None and before.is_meta
+        if was_meta and param is not None and not param.is_meta:
+            if isinstance(before, GroupedTensorWithMaster) and type(param) is nn.Parameter:
+                attributes = vars(param)
+                param = nn.Parameter(as_master(before, param.detach()), param.requires_grad)
+                vars(param).update(attributes)
+            if not before.requires_grad:
+                param.requires_grad_(False)
+        super().register_parameter(name, param)
+        own = self._parameters[name]  # accelerate's init_empty_weights registers another
+        device = torch.device("meta") if own is None else own.device
         for kept in self.children() if device.type != "meta" else ():
             if isinstance(kept, DelayedScalingState | WeightCache):
                 # Scales may have been loaded before the weight.

@@ -245,6 +245,11 @@ class KeepsFrozen(nn.Module):
                 if type(p) in (nn.Parameter, FrozenBytes):
                     p.__class__ = to  # type: ignore[union-attr]
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register, as any assignment does: bytes that a loader assigns refuse numbers, too."""
+        super().register_parameter(name, param)
+        self._guard()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._guard()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.nn import linear
-from grouped_linear.nn.arguments import autocast_dtype
+from grouped_linear.nn.arguments import without_autocast
 from grouped_linear.nn.checks import (
     check_flags,
     check_num_groups,
@@ -208,10 +208,8 @@ class GroupedLinear(linear.GroupedLinear):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """:meth:`grouped_linear.GroupedLinear.forward`; with return_bias it gives ``(y, bias)``."""
         named, bias = self._weights(), self._experts_of("bias")
-        if isinstance(bias, tuple):  # under autocast torch.stack refuses the other half dtype
-            kind = bias[0].device.type
-            stops = autocast_dtype(bias[0].device) is not None
-            with torch.autocast(kind, enabled=False) if stops else nullcontext():
+        if isinstance(bias, tuple):
+            with without_autocast(bias[0].device):
                 bias = torch.stack(bias)
         weights, later = tuple(named.values()), None
         defers = self.delay_wgrad_compute and torch.is_grad_enabled()

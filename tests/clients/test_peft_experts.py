@@ -344,6 +344,20 @@ def test_autocast() -> None:
         assert_close(results(plain), expected, 0.1)
 
 
+def test_adapters_in_other_16_bits_than_autocasts() -> None:
+    """Two at once, which torch.cat refuses under autocast."""
+    model = grouped(model_of(), config_of(target_modules=[]))
+    model.add_adapter("wide", config_of(target_modules=[], r=12))
+    model.base_model.set_adapter(["default", "wide"])
+    randomize(model)
+    expected = results(model)
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.data = p.data.half()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(results(model), expected, 0.1)
+
+
 def test_what_cannot_be() -> None:
     """One sentence, and a model that is as it was."""
 

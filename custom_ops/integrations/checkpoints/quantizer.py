@@ -260,8 +260,6 @@ class GroupedLinearQuantizer(HfQuantizer):
             self._fp8._process_model_after_weight_loading(model)
         if self._reads_as_is:
             self.report = carry_out(self._request)
-        for module in self._experts.values():
-            module._guard()
         self._experts, self._packed, self._request, self._plain = {}, {}, None, None
 
 
