@@ -305,7 +305,7 @@ def watch(
 ) -> Watch:
     """Count what FP8 does to each layer, role and expert of a model, on the device.
 
-    What is counted: :class:`OperandStatistics` and :class:`Load`. The layers get torch operations
+    :class:`OperandStatistics` and :class:`Load` have the counts. The layers get torch operations
     that read 4 rows of each expert, and other rows in the next step. A flag on the device keeps or
     drops what they count: no host read, no graph break, no recompilation, and CUDA graphs obey the
     flag. Results keep every bit. Watch a model before it is compiled or captured, before or after

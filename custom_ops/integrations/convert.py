@@ -122,9 +122,9 @@ def convert(
     lists the models.
 
     Args:
-        model: a model, or a module that is to be converted itself; torchtitan's experts may be on
-            the meta device. To freeze weights of a Hugging Face model give the whole model: if a
-            part is converted, ``save_pretrained`` of the whole is refused.
+        model: a model, or one module of experts; torchtitan's experts may be on the meta device. To
+            freeze weights of a Hugging Face model give the whole model: if a part is converted,
+            ``save_pretrained`` of the whole is refused.
         recipe: how the GEMMs are computed; None for the activations' dtype, or where ``weights`` is
             "both" or "fp8" for ``Float8BlockScaling()``.
         weights: how the experts' weights are kept. None: as they are. ``"both"``: in high precision

@@ -57,9 +57,9 @@ def dequantize_blocks(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 class FrozenBytes(nn.Parameter):
     """Bytes of a frozen weight's numbers, or of its scales, in a parameter that takes bytes alone.
 
-    Whoever copies numbers of another dtype to it, or assigns other bytes on its device to ``data``
-    as a merge of adapters does, gets a RuntimeError. The average of equal bytes is these bytes. All
-    operations give what they give of a plain tensor, and FSDP2 makes plain parameters of it.
+    Copying numbers of another dtype to it raises RuntimeError, and so does assigning other bytes on
+    its device to ``data``, as a merge of adapters does. The average of equal bytes is these bytes.
+    All operations give what they give of a plain tensor, and FSDP2 makes plain parameters of it.
     """
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> "FrozenBytes":

@@ -85,7 +85,7 @@ def with_shared_scale(
 
 
 def call_without_writes(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """A function of a user's, which is not to write a tensor that a caller or the backward reads.
+    """A user's function, which must not write a tensor that a caller or the backward reads.
 
     In a graph it gets copies, which compilers leave out where nothing writes them, and in inference
     mode, which counts no writes. Elsewhere RuntimeError says that it has written one.
