@@ -8,6 +8,7 @@ T tokens, C experts chosen for a token, E experts, H features of a token, F insi
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import hypothesis
@@ -39,6 +40,7 @@ from support.compare import assert_same_bits, bits
 from support.devices import needs_gpu
 from support.errors import sentence
 from support.experts import GroupedExperts
+from support.graphs import captured
 from support.pairs import one_in_ci
 from support.tensors import BF16, DTYPES
 from support.versions import skipping_for_old_transformers
@@ -114,12 +116,7 @@ def recomputed(layer: nn.Module, *args: Any) -> Tensor:
 def graphed(layer: nn.Module, *args: Any) -> Tensor:
     if not args[0].is_cuda:
         return sampling(layer, *args)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        sampling(layer, *args)
-    with torch.cuda.graph(graph, stream=stream):
-        y = sampling(layer, *args)
+    graph, y = captured(partial(sampling, layer, *args))
     graph.replay()
     return y.clone()
 

@@ -37,6 +37,7 @@ from support.calls import Calls
 from support.compare import assert_same_bits, assert_same_tensors, bits
 from support.devices import needs_gpu
 from support.errors import sentence
+from support.graphs import captured
 from support.groups import experts_of
 from support.layers import linear_of, through_pickle, through_torch_save
 from support.pairs import pairwise
@@ -686,10 +687,7 @@ def test_cuda_graph_reads_what_is_loaded(kind: Any) -> None:
     for name in names_of(other):
         other.overwrite_frozen(name, torch.randn_like(other.dequantize(name)))
     with torch.no_grad():
-        layer(x, m_splits)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = layer(x, m_splits)
+        graph, y = captured(partial(layer, x, m_splits))
         layer.load_state_dict(other.state_dict())
         graph.replay()
         assert_same_bits(y, other(x, m_splits))

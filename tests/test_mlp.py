@@ -34,7 +34,7 @@ from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import needs_gpu
 from support.errors import said
 from support.formats import composed
-from support.graphs import STRICT_GRAPHS
+from support.graphs import STRICT_GRAPHS, captured
 from support.mlp import (
     KINDS,
     OTHERS,
@@ -691,14 +691,7 @@ def test_one_cuda_graph_for_every_routing(kind: str, recipe: Recipe | None) -> N
         y = mlp(x, weights, experts)
         return [y, *torch.autograd.grad(y.float().square().sum(), leaves)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()  # a capture wants what it uses to be there
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for seed in range(4):
         torch.manual_seed(seed)
         with torch.no_grad():
@@ -706,7 +699,7 @@ def test_one_cuda_graph_for_every_routing(kind: str, recipe: Recipe | None) -> N
             weights.copy_(torch.rand(90, 3))
             experts.copy_(torch.randint(-1, E, (90, 3)))
         graph.replay()
-        assert_all_same_bits(captured, step())
+        assert_all_same_bits(results, step())
 
 
 @needs_gpu

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +31,7 @@ from support import reference
 from support.compare import assert_same_bits
 from support.devices import needs_gpu
 from support.layers import call_of, through_pickle
+from support.processes import one_process
 from support.tensors import BF16, DTYPES
 
 MXFP4 = ["quantize_mxfp4", "dequantize_mxfp4", "grouped_mm_mxfp4"]
@@ -287,14 +287,11 @@ class Checkpointed(nn.Module):
 def test_wrapped_layers_have_the_bits_of_plain_ones(kind: Any, recipe: Any, way: Any) -> None:
     layer = make_layer(kind, recipe=recipe)
     expected = call(layer, *inputs("cpu"))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_process():
         x, scores = inputs("cpu")
         y = way(layer)(x, scores)
         if way is not exported:  # which is for inference
             y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y))
-    finally:
-        dist.destroy_process_group()
     assert_same_bits(y.detach(), expected["y"])
     if way is not exported:
         learns = {name: p.grad for name, p in layer.named_parameters() if p.requires_grad}

@@ -15,7 +15,6 @@ import re
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -43,7 +42,9 @@ from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import needs_gpu
 from support.errors import sentence
 from support.fresh import assert_fresh, rounded
+from support.graphs import captured
 from support.pairs import pairwise
+from support.processes import one_process
 
 E, N, K = 3, 144, 288
 aten = torch.ops.aten
@@ -369,9 +370,8 @@ class Pair:
         key = [layer.weight.data_ptr(), dtype, is_kept(layer.weight) and layer.weight.q.data_ptr()]
         if self.graph is None or self.graph[0] != key:
             x, m_splits = inputs(self.device, dtype)
-            graph = torch.cuda.CUDAGraph()
-            with torch.no_grad(), torch.cuda.graph(graph):
-                y = layer(x, m_splits)
+            with torch.no_grad():
+                graph, y = captured(partial(layer, x, m_splits))
             self.graph = key, graph, y, x, m_splits
         _, graph, y, *_ = self.graph
         graph.replay()
@@ -845,17 +845,14 @@ def test_record_stream_is_of_all_memory() -> None:
     parts = [part for part in (w.master, w.q, w.scale, w.q_t) if part is not None]
     versions = [part._version for part in parts]
     func = torch.ops.aten.record_stream.default
-    dispatched = torch.library.Library("aten", "IMPL")
-    dispatched.impl("record_stream", lambda t, _: recorded.append(t.data_ptr()), "CPU")
-    try:
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("record_stream", lambda t, _: recorded.append(t.data_ptr()), "CPU")
         func(w, torch.Stream(device="cpu"))
-    finally:
-        dispatched._destroy()
     assert set(recorded) == {part.data_ptr() for part in parts}
     assert [part._version for part in parts] == versions
 
 
-def test_collectives_are_waited_for(tmp_path: Path) -> None:
+def test_collectives_are_waited_for() -> None:
     """NCCL has no work to wait for where it is not asked for one: q_t is made after the others."""
     asked = []
 
@@ -865,13 +862,8 @@ def test_collectives_are_waited_for(tmp_path: Path) -> None:
         asked.append(async_op)
         return tensors, FakeWork().boxed()
 
-    library = torch.library.Library("c10d", "IMPL")
-    library.impl("broadcast_", broadcast, "CPU", allow_override=True)
-    dist.init_process_group("gloo", f"file://{tmp_path}/group", rank=0, world_size=1)
-    try:
+    with torch.library._scoped_library("c10d", "IMPL") as library, one_process():
+        library.impl("broadcast_", broadcast, "CPU", allow_override=True)
         dist.broadcast(GroupedTensorWithMaster.quantize(torch.ones(2, 32, 16)), 0)
-    finally:
-        dist.destroy_process_group()
-        library._destroy()
     assert asked
     assert all(asked)
