@@ -532,11 +532,7 @@ def check_checkpoint(way: str, rank: int, directory: Path) -> None:
     for again, options in ((sent, {}), (0, {"context_fn": policy})):
         x, logits, dy = (t.clone().requires_grad_() for t in data)
         y: Any = checkpoint(
-            lambda x, logits: parallel(x, *route(logits)),
-            x,
-            logits,
-            use_reentrant=False,
-            **options,
+            lambda x, logits: parallel(x, *route(logits)), x, logits, use_reentrant=False, **options
         )
         with Order() as order:
             got = torch.autograd.grad(y, (x, logits, *parallel.parameters()), dy)

@@ -266,10 +266,7 @@ LOST: dict[str, tuple[Callable[[nn.Linear], Any], str]] = {
         ".weight has hooks",
     ),
     "weight_norm": (nn.utils.weight_norm, " has _forward_pre_hooks"),
-    "pruning": (
-        lambda m: prune.random_unstructured(m, "weight", 0.5),
-        " has _forward_pre_hooks",
-    ),
+    "pruning": (lambda m: prune.random_unstructured(m, "weight", 0.5), " has _forward_pre_hooks"),
     "buffer": (lambda m: m.register_buffer("steps", torch.zeros(1)), " has the buffer steps"),
     "patched": (patched, " has a forward of its own"),
 }

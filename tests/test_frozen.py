@@ -439,13 +439,7 @@ def test_bytes_of_the_other_format_are_named(own: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize(
-    ("from_frozen", "to_frozen"),
-    [
-        ("fp8", "fp8"),
-        ("fp8", None),
-        (None, "fp8"),
-        (None, None),
-    ],
+    ("from_frozen", "to_frozen"), [("fp8", "fp8"), ("fp8", None), (None, "fp8"), (None, None)]
 )
 def test_state_dicts_with_an_expert_a_key(from_frozen: Any, to_frozen: Any, assign: bool) -> None:
     """weight0, weight1, ... of either kind into one weight; one weight of either kind into them."""

@@ -495,11 +495,7 @@ def test_ways_to_call(recipe: Recipe | None, device: str) -> None:
         scores, experts = torch.rand(40, E, device=device, requires_grad=True).topk(2)
         leaves = [x, scores, *(mlp.get_parameter(name) for name in learning(mlp))]
         results = []
-        for call in (
-            mlp,
-            compiled,
-            lambda *args: checkpoint(mlp, *args, use_reentrant=False),
-        ):
+        for call in (mlp, compiled, lambda *args: checkpoint(mlp, *args, use_reentrant=False)):
             y = call(x, scores, experts)
             results.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
         for other in results[1:]:

@@ -267,8 +267,7 @@ def in_fp8(model: nn.Module, experts: Any, device: str) -> tuple[Any, list[Tenso
 
 
 @pytest.mark.parametrize(
-    ("family", "compiled"),
-    [*((family, False) for family in FAMILIES), ("gpt_oss", True)],
+    ("family", "compiled"), [*((family, False) for family in FAMILIES), ("gpt_oss", True)]
 )
 def test_trains_in_both_precisions(family: str, compiled: bool, device: str) -> None:
     """Steps have the bits of quantizing in each call, and no call quantizes a weight."""

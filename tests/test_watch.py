@@ -719,10 +719,7 @@ def test_hugging_face(recipe: Recipe | None) -> None:
     assert seen.steps == 1
 
 
-WEIGHTS = {
-    GroupedExperts: ("w1_EFD", "w3_EFD", "w2_EDF"),
-    FusedGroupedExperts: ("w13", "w2_EDF"),
-}
+WEIGHTS = {GroupedExperts: ("w1_EFD", "w3_EFD", "w2_EDF"), FusedGroupedExperts: ("w13", "w2_EDF")}
 
 
 @pytest.mark.parametrize(

@@ -231,9 +231,7 @@ def test_a_flag_may_be_refilled_before_the_backward(compiled: bool, device: str)
 @pytest.mark.parametrize(
     ("make", "mode", "recipe"),
     pairwise(
-        LAYERS,
-        {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode},
-        QUANTIZING,
+        LAYERS, {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}, QUANTIZING
     ),
 )
 def test_filled_without_gradients(make: Make, mode: Any, recipe: Recipe, device: str) -> None:
