@@ -25,7 +25,7 @@ from grouped_linear import (
 from grouped_linear.contrib import compare
 from grouped_linear.integrations.checkpoints.quantizer import GroupedLinearConfig
 from grouped_linear.integrations.checkpoints.tensors import CheckpointTensors
-from support.compare import assert_same_bits, assert_same_tensors
+from support.compare import assert_same_bits, assert_same_tensors, outcome
 from support.errors import sentence
 from support.four_bits import learns_in_mxfp4
 from support.gpt_oss import IDS, QUANTIZATION, dequantized, packed, write_checkpoint
@@ -127,10 +127,7 @@ def test_compiles(folder: Path, device: str) -> None:
     x = torch.randn(20, 64, dtype=BF16, device=device, requires_grad=True)
     chosen = torch.rand(20, 4).topk(2).indices.to(device)
     scores = torch.rand(20, 2, dtype=BF16, device=device, requires_grad=True)
-    results = []
-    for call in (experts, compiled):
-        y = call(x, chosen, scores)
-        results.append((y, *torch.autograd.grad(y.float().square().sum(), (x, scores))))
+    results = [outcome(call(x, chosen, scores), (x, scores)) for call in (experts, compiled)]
     for actual, expected in zip(*results, strict=True):
         assert error(actual, expected) < 2e-2
         assert device == "cuda" or torch.equal(actual, expected)

@@ -37,7 +37,7 @@ from grouped_linear import (
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.nn.router import router_logits
 from support.calls import Calls
-from support.compare import assert_all_same_bits, assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits, outcome
 from support.errors import sentence
 from support.layers import call_of, linear_of, with_numbers_in_adapters
 from support.pairs import in_turn, pairwise
@@ -763,11 +763,10 @@ def test_in_a_region_of_a_graph(is_mlp: bool, recipe: Recipe | None) -> None:
         return y
 
     leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
-    expected = call(x)
-    expected = [expected, *torch.autograd.grad(expected.square().sum(), leaves)]
+    expected = outcome(call(x), leaves)
     for function in (nested, branches):
         y = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
-        assert_all_same_bits([y, *torch.autograd.grad(y.square().sum(), leaves)], expected)
+        assert_all_same_bits(outcome(y, leaves), expected)
 
 
 # --- a backward in two halves ---------------------------------------------------------------------

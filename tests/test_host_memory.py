@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import Float8BlockScaling, GroupedMLP, Lora, convert
-from support.compare import assert_all_same_bits, assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits, outcome
 from support.devices import HERE
 from support.documents import example
 from support.hugging_face import tiny
@@ -189,9 +189,7 @@ class Stack(nn.Module):
 
 
 def outputs(model: nn.Module, x: Tensor) -> list[Tensor]:
-    y = model(x)
-    learn = [x, *(p for p in model.parameters() if p.requires_grad)]
-    return [y, *torch.autograd.grad(y.square().sum(), learn)]
+    return outcome(model(x), [x, *(p for p in model.parameters() if p.requires_grad)])
 
 
 def interrupt(_: Tensor) -> None:

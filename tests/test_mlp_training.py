@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from grouped_linear import Recipe
-from support.compare import assert_same_bits
+from support.compare import assert_same_bits, outcome
 from support.errors import sentence
 from support.pairs import in_turn
 from support.recipes import MORE_RECIPES, RECIPES
@@ -31,11 +31,6 @@ def inputs(device: str) -> tuple[Tensor, Tensor]:
 def kept_in_caches(layer: Routed) -> list[Tensor]:
     caches = layer.mlp.gate_up_proj_cache, layer.mlp.down_proj_cache
     return [t for cache in caches for t in cache.quantized_weight() if t is not None]
-
-
-def outcome(layer: Routed, y: Tensor, x: Tensor) -> list[Tensor]:
-    """y, and every gradient."""
-    return [y, *torch.autograd.grad(y.square().sum(), (x, layer.score, *layer.weights))]
 
 
 # --- main_grad -----------------------------------------------------------------------------------
@@ -65,7 +60,7 @@ def test_attributes_of_main_grad(how: str, recipe: Recipe | None, device: str) -
         layer(x[:, :16], m_splits)
     assert not down.grad_added_to_main_grad
     call(x, m_splits).square().sum().backward()
-    *_, d_gate_up, d_down = outcome(plain, plain(x, m_splits), x)
+    _, d_gate_up, d_down = outcome(plain(x, m_splits), plain.weights)
     assert_same_bits(gate_up.main_grad, d_gate_up)
     assert_same_bits(down.main_grad, 1 + d_down)
     assert gate_up.grad is None
@@ -86,8 +81,8 @@ def test_a_frozen_weight_needs_no_main_grad(frozen: int, device: str) -> None:
     learning = layer.weights[1 - frozen]
     learning.main_grad.zero_()
     layer(x, m_splits).square().sum().backward()
-    expected = outcome(plain, plain(x, m_splits), x)[3:]
-    assert_same_bits(learning.main_grad, expected[1 - frozen])
+    expected = outcome(plain(x, m_splits), plain.weights)
+    assert_same_bits(learning.main_grad, expected[2 - frozen])
 
 
 @pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
@@ -120,7 +115,7 @@ def test_inductor_clones_neither_main_grads_nor_caches(recipe: Recipe | None) ->
     assert ".copy_(" not in code
     for shape in {tuple(t.shape) for t in [*layer.weights, *kept_in_caches(layer)] if t.dim() == 3}:
         assert not re.search(rf"= empty_strided\w*\(\({', '.join(map(str, shape))}\)", code)
-    *_, d_gate_up, d_down = outcome(plain, plain(x, m_splits), x)
+    _, d_gate_up, d_down = outcome(plain(x, m_splits), plain.weights)
     assert_same_bits(layer.mlp.gate_up_proj.main_grad, d_gate_up)
     assert_same_bits(layer.mlp.down_proj.main_grad, d_down)
 

@@ -38,7 +38,7 @@ from grouped_linear.quantized import with_master
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Layouts, Operands
 from grouped_linear.recipes.quantize_weight import refresh_weight_
-from support.compare import assert_all_same_bits, assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits, outcome
 from support.devices import needs_gpu
 from support.errors import sentence
 from support.fresh import assert_fresh, rounded
@@ -358,8 +358,7 @@ class Pair:
         results = []
         for layer in self.layers:
             x, m_splits = inputs(self.device, dtype)
-            y = layer(x, m_splits)
-            results.append((y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))))
+            results.append(outcome(layer(x, m_splits), (x, *layer.parameters())))
         assert_all_same_bits(*results)
         self.check_graphs(results[1][0], dtype)
 
@@ -382,8 +381,7 @@ class Pair:
         results = []
         for layer in self.layers:
             x, m_splits = inputs(self.device, self.layers[1].weight.dtype)
-            y = compiled_call(layer, x, m_splits)
-            results.append((y, *torch.autograd.grad(y.square().sum(), (x, layer.weight))))
+            results.append(outcome(compiled_call(layer, x, m_splits), (x, layer.weight)))
         assert_all_same_bits(*results)
 
 

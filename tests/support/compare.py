@@ -31,6 +31,11 @@ def assert_same_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Ten
         assert_same_bits(actual[name], t)
 
 
+def outcome(y: Tensor, leaves: Iterable[Tensor]) -> list[Tensor]:
+    """y, and the gradients of the sum of its squares."""
+    return [y, *torch.autograd.grad(y.float().square().sum(), [*leaves])]
+
+
 def within(actual: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
     return bool(((actual.double() - expected).abs() <= tolerance).all())  # NaN is not
 
