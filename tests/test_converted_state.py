@@ -198,7 +198,9 @@ def test_experts_that_a_state_names_one_by_one(weights: Any, tmp_path: Path) -> 
     other.load_state_dict(load_file(tmp_path / "as_it_is" / "model.safetensors"), strict=False)
     assert torch.equal(logits(other), logits(model))
     if weights != "fp8":
-        for path in ("one_by_one", "as_it_is"):
+        model.save_pretrained(tmp_path / "in_parts", max_shard_size="40KB")
+        assert len([*(tmp_path / "in_parts").glob("*.safetensors")]) > 1
+        for path in ("one_by_one", "as_it_is", "in_parts"):
             loaded = type(model).from_pretrained(tmp_path / path).state_dict()
             for name in experts:
                 assert torch.equal(loaded[name], model.state_dict()[name]), name
