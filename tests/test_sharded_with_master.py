@@ -96,6 +96,12 @@ def shard(model: nn.Module, reshard: bool = True, **options: Any) -> None:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, **options)
 
 
+def assert_kept(p: Any, numbers: Tensor) -> None:
+    """A shard has these numbers, and the FP8 ones are theirs."""
+    assert_fresh(p)
+    assert_same_bits(p.to_local().dequantize(), numbers)
+
+
 def check_training(name: str, rank: int, directory: Path) -> None:
     """Sharded steps are those of one process, and of plain weights."""
     for reshard in (True, False):
@@ -110,8 +116,7 @@ def check_training(name: str, rank: int, directory: Path) -> None:
         for other in outputs[1:]:
             assert_all_same_bits(other, outputs[0])
         for p, q in zip(kept.parameters(), plain.parameters(), strict=True):
-            assert_fresh(p)
-            assert_same_bits(p.to_local().dequantize(), q.to_local())  # type: ignore[attr-defined]
+            assert_kept(p, q.to_local())  # type: ignore[attr-defined]
 
 
 def check_hybrid(rank: int, directory: Path) -> None:
@@ -143,8 +148,7 @@ def check_mixed_precision(rank: int, directory: Path) -> None:
         for a, e in zip(*(train(model) for model in (kept, plain)), strict=True):
             assert_same_bits(a, e)
         for p, q in zip(kept.parameters(), plain.parameters(), strict=True):
-            assert_fresh(p)
-            assert_same_bits(p.to_local().dequantize(), q.to_local())  # type: ignore[attr-defined]
+            assert_kept(p, q.to_local())  # type: ignore[attr-defined]
 
 
 def check_bytes(rank: int, directory: Path) -> None:
@@ -209,10 +213,10 @@ def check_checkpoints(rank: int, directory: Path) -> None:
         state = {"model": get_model_state_dict(target)}
         dcp.load(state, checkpoint_id=saved)  # in place: nothing is loaded after it
         for p, e in zip(target.parameters(), expected, strict=True):
-            local: Any = p.to_local()  # type: ignore[attr-defined]
-            assert_same_bits(local.dequantize() if target is kept else local, e)
             if target is kept:
-                assert_fresh(p)
+                assert_kept(p, e)
+            else:
+                assert_same_bits(p.to_local(), e)
     alone = Model(RECIPES["block"], "both")  # saved by two processes, read by one, and back
     read = {"model": get_model_state_dict(alone)}
     dcp.load(read, checkpoint_id=directory / "0", no_dist=True)
@@ -228,8 +232,7 @@ def check_checkpoints(rank: int, directory: Path) -> None:
     dist.barrier()
     dcp.load({"model": get_model_state_dict(kept)}, checkpoint_id=directory / "one")
     for p, e in zip(kept.parameters(), expected, strict=True):
-        assert_fresh(p)
-        assert_same_bits(p.to_local().dequantize(), 2 * e)  # type: ignore[attr-defined]
+        assert_kept(p, 2 * e)
         with torch.no_grad():
             p.mul_(0.5)
     full = StateDictOptions(full_state_dict=True)
@@ -240,8 +243,7 @@ def check_checkpoints(rank: int, directory: Path) -> None:
     doubled = {name: 2 * t for name, t in states[0].items()}
     set_model_state_dict(kept, doubled, options=full)
     for p, e in zip(kept.parameters(), expected, strict=True):
-        assert_fresh(p)
-        assert_same_bits(p.to_local().dequantize(), 2 * e)  # type: ignore[attr-defined]
+        assert_kept(p, 2 * e)
 
 
 def check_data_parallel(rank: int, directory: Path) -> None:

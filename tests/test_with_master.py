@@ -405,25 +405,22 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("how", COPIES)
-def test_a_copy_has_memory_of_its_own(how: str, device: str) -> None:
-    w: Any = make_layer("both", RECIPES["block"], BF16, device).weight.detach()
-    before = [part.clone() for part in (w.master, w.q, w.scale, w.q_t)]
-    copied: Any = COPIES[how](nn.Parameter(w) if "file" in how else w).detach()
-    copied.mul_(-1)
+def test_copies_have_memory_of_their_own(how: str, requires_grad: bool, device: str) -> None:
+    """Those of a parameter are parameters, with the attributes that others set."""
+    p: Any = make_layer("both", RECIPES["block"], BF16, device).weight
+    p.requires_grad_(requires_grad).note = "kept"
+    w, before = p.detach(), [part.clone() for part in (p.master, p.q, p.scale, p.q_t)]
+    copied = COPIES[how](w if how in ("clone", "to") else p)
+    if isinstance(copied, nn.Parameter):
+        assert (copied.requires_grad, copied.note) == (requires_grad, "kept")
+    else:
+        assert how in ("clone", "to")
+    copied.detach().mul_(-1)
     assert_all_same_bits((w.master, w.q, w.scale, w.q_t), before)
     assert_same_bits(copied.q.float(), -w.q.float())
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("how", ["deepcopy", "file", "older file"])
-def test_copies_of_a_parameter(how: str, requires_grad: bool) -> None:
-    p: Any = nn.Parameter(GroupedTensorWithMaster.quantize(torch.ones(2, 32, 16)), requires_grad)
-    p.note = "kept"
-    twin = COPIES[how](p)
-    assert isinstance(twin, nn.Parameter)
-    assert (twin.requires_grad, twin.note) == (requires_grad, "kept")
-    assert_fresh(twin)
+    assert_fresh(copied)
 
 
 def test_a_file_with_other_numbers_is_refused() -> None:
