@@ -41,6 +41,7 @@ from grouped_linear.quantized.frozen import dequantize_blocks
 from support import reference
 from support.calls import Calls
 from support.commands import run
+from support.compare import relative_error
 from support.documents import models
 from support.hugging_face import FAMILIES, AnyConfig, model_of, tiny, tokens
 from support.processes import PROCESSES, Checks, on_cpu
@@ -85,10 +86,7 @@ def train(model: nn.Module, call: Callable[..., Any], ids: Tensor) -> dict[str, 
 def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """The norm of each difference beside that of the tensor."""
     assert actual.keys() == expected.keys()
-    return {
-        name: float((actual[name].double() - e.double()).norm() / e.double().norm().clamp(1e-30))
-        for name, e in expected.items()
-    }
+    return {name: relative_error(actual[name], e) for name, e in expected.items()}
 
 
 def results(
