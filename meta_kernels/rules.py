@@ -60,14 +60,8 @@ def at_most(size: int, most: int) -> bool:
     return not isinstance(size, int) or size <= most
 
 
-class Missing:
-    """None in the place of a tensor, as C++ sees it: of one dimension, until a rule refuses it."""
-
-    dtype = None
-
-    def dim(self) -> int:
-        """As an undefined tensor's."""
-        return 1
+#: None in the place of a tensor, as C++ sees it: of one dimension, until a rule refuses it.
+MISSING = SimpleNamespace(dtype=None, dim=lambda: 1)
 
 
 class Rules:
@@ -91,9 +85,8 @@ class Rules:
     def dim(self, name: str, dim: int, *dtypes: torch.dtype) -> None:
         """A tensor has `dim` dimensions, and one of the dtypes where they are given."""
         if (t := self._tensor(name)) is not None:
-            is_missing = isinstance(t, Missing)
-            got = None if is_missing else f"{t.dim()}-D"
-            fits = not is_missing and t.dim() == dim
+            got = None if t is MISSING else f"{t.dim()}-D"
+            fits = t is not MISSING and t.dim() == dim
             self.check(fits, lambda: f"{name} must be {dim}-D, got {got}")
             if dtypes:
                 self.dtype(name, *dtypes)
@@ -366,8 +359,7 @@ def fake(function: Callable[[Rules, Any], Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
         arguments = arguments_of(op, given, named)
-        missing = {tensor: Missing() for tensor in tensors if arguments[tensor] is None}
-        arguments |= missing
+        arguments |= {tensor: MISSING for tensor in tensors if arguments[tensor] is None}
         return function(Rules(name, **arguments), SimpleNamespace(**arguments))
 
     torch.library.register_fake(f"grouped_linear::{name}", call)

@@ -5,7 +5,7 @@ Options meet here that no other test brings together. The first run of such a te
 experts of a parameter each did not compile where nothing needs a gradient.
 
 Each test draws 3 layers for each way to call them, compiled ones by night: these take a second or
-two each, and test_training.py and test_mlp_training.py compile every option in turn.
+two each, and test_training.py compiles every option in turn.
 `pytest --nightly --hypothesis-profile=many tests/test_any_options.py` draws 30.
 
 T rows, E groups, K in_features, N out_features.

@@ -8,6 +8,7 @@ T tokens, C experts chosen for a token, E experts, H features of a token, F insi
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import hypothesis
@@ -39,6 +40,7 @@ from support.compare import assert_same_bits, bits
 from support.devices import needs_gpu
 from support.errors import sentence
 from support.experts import GroupedExperts
+from support.graphs import captured
 from support.pairs import one_in_ci
 from support.tensors import BF16, DTYPES
 from support.versions import skipping_for_old_transformers
@@ -114,12 +116,7 @@ def recomputed(layer: nn.Module, *args: Any) -> Tensor:
 def graphed(layer: nn.Module, *args: Any) -> Tensor:
     if not args[0].is_cuda:
         return sampling(layer, *args)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        sampling(layer, *args)
-    with torch.cuda.graph(graph, stream=stream):
-        y = sampling(layer, *args)
+    graph, y = captured(partial(sampling, layer, *args))
     graph.replay()
     return y.clone()
 
@@ -143,13 +140,23 @@ def some_tokens(T: int, device: str, draw: Draw) -> Tensor:
     return torch.randint(T, (n,), device=device)
 
 
-def kept_otherwise(layer: Any, recipe: Recipe | None, draw: Draw, make: Any) -> Any:
-    """The layer, or one that keeps the same weights in another way."""
-    if not isinstance(recipe, Float8BlockScaling):
-        return layer
-    other = make(weights=draw(strategies.sampled_from([None, "both", "fp8"])))
+def options_of_either_layer(device: str, draw: Draw) -> dict[str, Any]:
+    form: dict[str, Any] = {"device": device, "bias": draw(YES_OR_NO)}
+    form["recipe"] = draw(strategies.sampled_from(RECIPES[device]))
+    form["dtype"] = draw(strategies.sampled_from(DTYPES))
+    if device == "cuda" and draw(YES_OR_NO):
+        form["lora"] = Lora(rank=draw(strategies.sampled_from([4, 16])))
+    return form
+
+
+def two_of(kind: Any, sizes: tuple[int, ...], form: dict[str, Any], draw: Draw) -> tuple[Any, Any]:
+    """A layer, and it or one that keeps the same weights in another way."""
+    layer = randomize(kind(*sizes, **form))
+    if not isinstance(form["recipe"], Float8BlockScaling):
+        return layer, layer
+    other = kind(*sizes, **form, weights=draw(strategies.sampled_from([None, "both", "fp8"])))
     other.load_state_dict(layer.state_dict())
-    return other
+    return layer, other
 
 
 @few
@@ -160,21 +167,14 @@ def test_mlp(way: Layer, device: str, data: strategies.DataObject) -> None:
     draw = data.draw
     E, H, F = draw(strategies.sampled_from([1, 2, 6, 24])), draw(FEATURES), draw(FEATURES)
     C, T = draw(strategies.integers(1, min(E, 3))), draw(SIZES)
-    recipe, dtype = (
-        draw(strategies.sampled_from(RECIPES[device])),
-        draw(strategies.sampled_from(DTYPES)),
-    )
-    form: dict[str, Any] = {"recipe": recipe, "dtype": dtype, "device": device}
-    form |= {"activation": draw(strategies.sampled_from(ACTIVATIONS)), "bias": draw(YES_OR_NO)}
-    form |= {"save_gate_up_in_fp8": draw(YES_OR_NO)}
-    if device == "cuda" and draw(YES_OR_NO):
-        form["lora"] = Lora(rank=draw(strategies.sampled_from([4, 16])))
-    layer: Any = randomize(GroupedMLP(E, H, F, **form))
-    other = kept_otherwise(layer, recipe, draw, lambda **kept: GroupedMLP(E, H, F, **form, **kept))
+    form = options_of_either_layer(device, draw)
+    form["activation"] = draw(strategies.sampled_from(ACTIVATIONS))
+    form["save_gate_up_in_fp8"] = draw(YES_OR_NO)
+    layer, other = two_of(GroupedMLP, (E, H, F), form, draw)
     check_batch_invariant(layer)
     check_batch_invariant(other)
 
-    x = torch.randn(T, H, device=device).to(dtype)
+    x = torch.randn(T, H, device=device).to(form["dtype"])
     weights, chosen = torch.rand(T, E, device=device).topk(C)
     expected = training(layer, x.clone(), weights, chosen)
     places = some_tokens(T, device, draw)
@@ -190,28 +190,18 @@ def test_linear(way: Layer, device: str, data: strategies.DataObject) -> None:
     """Rows of a group among others, NaN and infinities too, in other places of other groups."""
     draw = data.draw
     E, K, N = draw(strategies.sampled_from([1, 2, 6])), draw(FEATURES), draw(FEATURES)
-    recipe, dtype = (
-        draw(strategies.sampled_from(RECIPES[device])),
-        draw(strategies.sampled_from(DTYPES)),
-    )
-    form: dict[str, Any] = {"recipe": recipe, "dtype": dtype, "device": device}
-    form |= {"bias": draw(YES_OR_NO)}
-    if device == "cuda" and draw(YES_OR_NO):
-        form["lora"] = Lora(rank=draw(strategies.sampled_from([4, 16])))
-    layer: Any = randomize(GroupedLinear(E, K, N, **form))
-    other = kept_otherwise(
-        layer, recipe, draw, lambda **kept: GroupedLinear(E, K, N, **form, **kept)
-    )
+    form = options_of_either_layer(device, draw)
+    layer, other = two_of(GroupedLinear, (E, K, N), form, draw)
 
     e, n = draw(strategies.integers(0, E - 1)), draw(SIZES)
-    rows = torch.randn(n, K, device=device).to(dtype)
+    rows = torch.randn(n, K, device=device).to(form["dtype"])
 
     def batch() -> tuple[Tensor, Tensor, slice]:
         """These rows in group e, behind and before others."""
         sizes = torch.tensor([draw(SIZES) * draw(YES_OR_NO) for _ in range(E)])
         before = int(sizes[: e + 1].sum())
         sizes[e] += n + (after := draw(SIZES) * draw(YES_OR_NO))
-        x = torch.randn(int(sizes.sum()), K, device=device).to(dtype)
+        x = torch.randn(int(sizes.sum()), K, device=device).to(form["dtype"])
         x[::3] = draw(strategies.sampled_from([0.0, 1e4, float("inf"), float("nan")]))
         x[before : before + n] = rows
         assert before + n + after <= len(x)

@@ -98,10 +98,7 @@ def test_what_training_multiplied(family: str, weights: Any, device: str) -> Non
         for layer in range(2):
             names = [f"model.layers.{layer}.{PREFIX[family]}{n}.weight" for n in NAMES[family]]
             for parts in (names[:2], names[2:]):
-                for suffix, found in (
-                    ("", multiplied.weights),
-                    ("_scale_inv", multiplied.scales),
-                ):
+                for suffix, found in (("", multiplied.weights), ("_scale_inv", multiplied.scales)):
                     stacked = torch.stack(
                         [
                             torch.cat([tensors[n.format(e) + suffix] for n in parts])

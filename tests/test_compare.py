@@ -25,7 +25,7 @@ from grouped_linear import (
 from grouped_linear.contrib import compare, watch
 from grouped_linear.contrib.compare import _worst_block
 from support import reference
-from support.compare import assert_same_bits
+from support.compare import assert_same_bits, relative_error
 from support.experts import GroupedExperts
 from support.pairs import one_in_ci
 from support.recipes import RECIPES
@@ -44,10 +44,6 @@ def linear(recipe: Recipe | None, **options: Any) -> Any:
 def arguments() -> tuple[Tensor, Tensor]:
     torch.manual_seed(2)
     return torch.randn(sum(SPLITS), K, requires_grad=True), torch.randn(sum(SPLITS), N)
-
-
-def difference(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def test_differences_of_a_linear_layer_in_float64() -> None:
@@ -84,7 +80,7 @@ def test_differences_of_a_linear_layer_in_float64() -> None:
     expected = results()
     for found_one in found.differences:
         roles = tuple(plain) if found_one.quantized == "all" else (found_one.quantized,)
-        must = difference(results(*roles)[found_one.tensor], expected[found_one.tensor])
+        must = relative_error(results(*roles)[found_one.tensor], expected[found_one.tensor])
         assert found_one.difference == pytest.approx(must, rel=0.02, abs=1e-5)
 
 

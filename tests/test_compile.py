@@ -121,8 +121,7 @@ def compiles(module: Callable[..., Any], **options: Any) -> tuple[Any, CompileCo
 
 
 @pytest.mark.parametrize(
-    ("recipe", "backend"),
-    in_turn(EVERY_RECIPE, {"inductor": "inductor", "aot_eager": "aot_eager"}),
+    ("recipe", "backend"), in_turn(EVERY_RECIPE, {"inductor": "inductor", "aot_eager": "aot_eager"})
 )
 def test_training_equals_eager(backend: str, recipe: Recipe | None, device: str) -> None:
     """Bit for bit: the ops are the same, and relu is exact. New group sizes never recompile."""

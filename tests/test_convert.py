@@ -21,12 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 from transformers import FineGrainedFP8Config
 
-from grouped_linear import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    convert,
-)
+from grouped_linear import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, convert
 from grouped_linear.contrib import check_batch_invariant, compare, watch
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_bits

@@ -32,7 +32,7 @@ from support.commands import run
 from support.compare import assert_same_bits, assert_same_tensors, bits
 from support.experts import GroupedExperts
 from support.fresh import assert_fresh
-from support.hugging_face import tiny
+from support.hugging_face import frozen_names, logits, tiny
 from support.layers import through_pickle
 from support.processes import (
     CHECK_SECONDS,
@@ -46,17 +46,11 @@ from support.processes import (
 )
 
 E, H, F = 3, 32, 64  # experts do not divide by processes
-IDS = torch.arange(14).reshape(2, 7)
 
 
 def mixtral() -> Any:
     sizes = {"num_hidden_layers": 2, "num_local_experts": E, "intermediate_size": F}
     return tiny("mixtral", **sizes).eval()
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 def gpt_oss() -> Any:
@@ -88,11 +82,6 @@ def cleared(form: str) -> Any:
         for p in model.parameters():
             p.zero_()
     return model
-
-
-def frozen_names(model: Any) -> set[str]:
-    names = {n for n, p in model.named_parameters() if p.dtype == torch.uint8}
-    return {n for n in names if not n.endswith("_scale_inv")}
 
 
 @FORM
@@ -198,7 +187,9 @@ def test_experts_that_a_state_names_one_by_one(weights: Any, tmp_path: Path) -> 
     other.load_state_dict(load_file(tmp_path / "as_it_is" / "model.safetensors"), strict=False)
     assert torch.equal(logits(other), logits(model))
     if weights != "fp8":
-        for path in ("one_by_one", "as_it_is"):
+        model.save_pretrained(tmp_path / "in_parts", max_shard_size="40KB")
+        assert len([*(tmp_path / "in_parts").glob("*.safetensors")]) > 1
+        for path in ("one_by_one", "as_it_is", "in_parts"):
             loaded = type(model).from_pretrained(tmp_path / path).state_dict()
             for name in experts:
                 assert torch.equal(loaded[name], model.state_dict()[name]), name

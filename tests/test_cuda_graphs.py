@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from grouped_linear import GroupedLinear, Recipe, update_scales
 from support.devices import needs_gpu
-from support.graphs import STRICT_GRAPHS
+from support.graphs import STRICT_GRAPHS, captured
 from support.layers import linear_of
 from support.recipes import RECIPES as EVERY_RECIPE
 
@@ -75,16 +75,7 @@ def test_raw_capture(recipe: Recipe | None) -> None:
     step = step_of(make_layer(recipe))
     x, m_splits, dy = draw_inputs(generator)
     x.requires_grad_()
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(x, m_splits, dy)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(x, m_splits, dy)
-
+    graph, results = captured(lambda: step(x, m_splits, dy))
     for i in range(REPLAYS):
         inputs = draw_inputs(generator)
         with torch.no_grad():
@@ -92,7 +83,7 @@ def test_raw_capture(recipe: Recipe | None) -> None:
                 static.copy_(new)
         disturb_allocator(i)
         graph.replay()
-        assert_equal(captured, step(inputs[0].requires_grad_(), *inputs[1:]))
+        assert_equal(results, step(inputs[0].requires_grad_(), *inputs[1:]))
 
 
 class Experts(nn.Module):

@@ -13,6 +13,7 @@ from support.cases import distinct_variants
 from support.check import poison_freed_memory
 from support.compare import assert_all_same_bits, assert_same_bits
 from support.devices import needs_gpu
+from support.graphs import captured
 from support.groups import GROUPS
 from support.op_info import Sample
 from support.ops import OPS
@@ -175,7 +176,7 @@ def test_gemms_that_share_the_gpu(operands: str) -> None:
         return ops.grouped_mm(x[rows], b, offs)
 
     def expected(ends: list[int]) -> Tensor:
-        y = torch.zeros_like(captured[0])
+        y = torch.zeros_like(results[0])
         for e, (begin, end) in enumerate(pairwise([0, *ends])):
             for first in range(begin, end, 2048):
                 rows = slice(first, min(first + 2048, end))
@@ -195,10 +196,7 @@ def test_gemms_that_share_the_gpu(operands: str) -> None:
         torch.cuda.current_stream().wait_stream(side)
         return result, beside
 
-    both()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both()
+    graph, results = captured(both)
     for ends in (
         [1000, 4000, 4001, 4100, 9000, 9500, 16000, 16384],
         [0] * 8,
@@ -212,7 +210,7 @@ def test_gemms_that_share_the_gpu(operands: str) -> None:
         for _ in range(3):
             poison_freed_memory("cuda")
             graph.replay()
-            for result in (*captured, *both()):
+            for result in (*results, *both()):
                 assert torch.equal(result, y)
                 result.fill_(torch.nan)  # which the next calls find
 

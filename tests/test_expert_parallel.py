@@ -61,8 +61,9 @@ from grouped_linear.parallel import (
 from grouped_linear.parallel.expert_parallel import DISPATCHERS
 from support.compare import assert_all_same_bits, assert_same_bits, bits
 from support.documents import example
+from support.graphs import captured
 from support.layers import with_numbers_in_adapters
-from support.processes import PROCESSES, Checks, device, on_cpu, on_gpus
+from support.processes import PROCESSES, Checks, device, on_cpu, on_gpus, one_process
 from support.tensors import BF16
 
 E, T, C, H, F = 4, 40, 2, 160, 96
@@ -531,11 +532,7 @@ def check_checkpoint(way: str, rank: int, directory: Path) -> None:
     for again, options in ((sent, {}), (0, {"context_fn": policy})):
         x, logits, dy = (t.clone().requires_grad_() for t in data)
         y: Any = checkpoint(
-            lambda x, logits: parallel(x, *route(logits)),
-            x,
-            logits,
-            use_reentrant=False,
-            **options,
+            lambda x, logits: parallel(x, *route(logits)), x, logits, use_reentrant=False, **options
         )
         with Order() as order:
             got = torch.autograd.grad(y, (x, logits, *parallel.parameters()), dy)
@@ -793,15 +790,8 @@ def check_cuda_graph(
     parallel = compile_whole(spread(make(recipe=recipe, dtype=BF16), **how))
     whole = make(recipe=recipe, dtype=BF16)
     data = [t[own(rank)].contiguous() for t in tokens(dtype=BF16)]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(parallel, *data)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = step(parallel, *data)
+    call = partial(step, parallel, *data)
+    graph, got = captured(call, warm_ups=3, capture_error_mode="thread_local")
     for seed in (2, 3):
         torch.manual_seed(seed)
         fresh = [torch.randn(PROCESSES * len(t), t.size(1)).to(t) for t in data]
@@ -812,7 +802,7 @@ def check_cuda_graph(
         for name in ("y", "x"):
             exact = want[name][own(rank)].float()
             # Each process rounds its part of a sum to bfloat16, and then their sum.
-            assert (captured[name].float() - exact).abs().max() <= 2**-7 * exact.abs().max()
+            assert (got[name].float() - exact).abs().max() <= 2**-7 * exact.abs().max()
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -917,8 +907,7 @@ def test_computes_while_rows_travel() -> None:
 
     partition = min_cut_rematerialization_partition
     backend = aot_autograd(fw_compiler=record, bw_compiler=record, partition_fn=partition)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_process():
         mlp = GroupedMLP(E, 128, F, recipe=Float8BlockScaling())
         parallelize_module(mlp, init_device_mesh("cpu", (1,)), ExpertParallel())
         x, logits, dy = (t[:, :128].requires_grad_() for t in tokens())
@@ -928,8 +917,6 @@ def test_computes_while_rows_travel() -> None:
             torch.autograd.grad(y, (x, logits, *mlp.parameters()), dy)
         y = torch.compile(mlp, fullgraph=True, backend=backend)(x, *route(logits))
         torch.autograd.grad(y, (x, logits, *mlp.parameters()), dy)
-    finally:
-        dist.destroy_process_group()
     assert compiled == [forward.names, backward.names]
     assert_expected_inline(
         textwrap.fill(" ".join(forward.names), 90),
@@ -955,24 +942,19 @@ def test_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:
         made.require("cuda")
 
 
-def test_buffers_belong_to_the_group_of_now(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_buffers_belong_to_the_group_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of groups start anew after destroy_process_group, on as many processes as may be."""
     monkeypatch.setattr(_symmetric_memory, "get_backend", lambda device: "NVSHMEM")
     monkeypatch.setattr(_symmetric_memory, "empty", torch.empty)
     monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda t, group: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     made = []
-    for i in range(2):
-        dist.init_process_group("gloo", f"file://{tmp_path}/{i}", rank=0, world_size=1)
-        try:
+    for _ in range(2):
+        with one_process():
             group, cpu = dist.group.WORLD, torch.device("cpu")
             assert group is not None
             made.append((group.group_name, symmetric_memory._buffers(group, cpu)))
             assert symmetric_memory._buffers(group, cpu) is made[-1][1]
-        finally:
-            dist.destroy_process_group()
     (first, before), (second, after) = made
     assert first == second
     assert before is not after

@@ -310,8 +310,7 @@ COMPILED = (0, 5, 7, 10, 13, 18, 20, 23)  # two of each role and of each layer, 
 
 
 @pytest.mark.parametrize(
-    ("name", "role", "layer", "compiled"),
-    [(*pair, i in COMPILED) for i, pair in enumerate(PAIRS)],
+    ("name", "role", "layer", "compiled"), [(*pair, i in COMPILED) for i, pair in enumerate(PAIRS)]
 )
 def test_a_function_in_a_role(name: str, role: str, layer: str, compiled: bool) -> None:
     """The package's format, the same as a function, eager and compiled: the same bits."""

@@ -19,7 +19,7 @@ from torch.nn.functional import dropout, gelu, relu, silu
 from torch.nn.utils import parametrizations, prune
 
 from grouped_linear import DelayedScaling, Float8BlockScaling, GroupedLinear, GroupedMLP, Recipe
-from support.compare import assert_same_bits, assert_same_tensors
+from support.compare import assert_same_bits, assert_same_tensors, relative_error
 from support.errors import sentence
 from support.experts import Expert
 from support.processes import PROCESSES, Checks, on_cpu
@@ -80,7 +80,7 @@ def test_outputs_and_gradients(kind: str, dtype: torch.dtype, device: str) -> No
     layer, x = layer_of(modules), torch.randn(sum(COUNTS), H, device=device, dtype=dtype)
     assert all(p.dtype == dtype and p.device.type == device for p in layer.parameters())
     for actual, expected in zip(of_layer(layer, x), of_list(modules, x), strict=True):
-        off = (actual.double() - expected.double()).norm() / expected.double().norm()
+        off = relative_error(actual, expected)
         assert off < (1e-5 if dtype == FP32 else 2.0**-6)
     torch.set_rng_state(before)
     layer_of(modules)
@@ -266,10 +266,7 @@ LOST: dict[str, tuple[Callable[[nn.Linear], Any], str]] = {
         ".weight has hooks",
     ),
     "weight_norm": (nn.utils.weight_norm, " has _forward_pre_hooks"),
-    "pruning": (
-        lambda m: prune.random_unstructured(m, "weight", 0.5),
-        " has _forward_pre_hooks",
-    ),
+    "pruning": (lambda m: prune.random_unstructured(m, "weight", 0.5), " has _forward_pre_hooks"),
     "buffer": (lambda m: m.register_buffer("steps", torch.zeros(1)), " has the buffer steps"),
     "patched": (patched, " has a forward of its own"),
 }

@@ -18,11 +18,10 @@ from grouped_linear.integrations.checkpoints.quantizer import GroupedLinearConfi
 from grouped_linear.quantized.frozen import FrozenBytes
 from support.compare import assert_same_bits, assert_same_tensors
 from support.errors import sentence
-from support.hugging_face import FAMILIES, tiny
+from support.hugging_face import FAMILIES, IDS, tiny
 from support.layers import through_pickle
 from support.tensors import BF16, FP32
 
-IDS = torch.arange(14).reshape(2, 7)
 WEIGHTS = "fp8", "mxfp4"
 NOT_SAVED = "aria", "muse_spark", "nemotron_h"  # docs/models.md; in FP8 none of these sizes
 

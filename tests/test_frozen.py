@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from grouped_linear import (
     Float8BlockScaling,
+    Float8CurrentScaling,
     GroupedLinear,
     GroupedMLP,
     Lora,
@@ -37,12 +38,13 @@ from support.calls import Calls
 from support.compare import assert_same_bits, assert_same_tensors, bits
 from support.devices import needs_gpu
 from support.errors import sentence
+from support.graphs import captured
 from support.groups import experts_of
 from support.layers import linear_of, through_pickle, through_torch_save
 from support.pairs import pairwise
 from support.tensors import BF16, DTYPES, FP32
 
-E, T, K, N = 4, 147, 144, 272
+E, T, K, N = 4, 147, 160, 288
 SPLITS = ([3, 0, 130, 7], [0, 140, 0, 0], [0, 0, 0, 0], [37, 37, 37, 36])
 RECIPES = {
     "default": Float8BlockScaling(),
@@ -157,6 +159,10 @@ def test_errors() -> None:
         lambda: make_layer(single_grouped_weight=False, weights="int8"),
         lambda: make_layer(MLP, recipe=MXFP8BlockScaling()),
         lambda: make_layer(MLP, fuse_wgrad_accumulation=True),
+        lambda: make_layer(recipe=Float8CurrentScaling(), weights="mxfp4"),
+        lambda: make_layer(MLP, fuse_wgrad_accumulation=True, weights="mxfp4"),
+        lambda: GroupedLinear(2, 48, 32, weights="mxfp4"),
+        lambda: GroupedMLP(2, 32, 48, weights="mxfp4"),
         lambda: layer.requires_grad_(True),
         substituted,
         lambda: layer.freeze("weight", (other, other), Float8BlockScaling()),
@@ -185,10 +191,14 @@ GroupedLinear: weights='fp8' needs single_grouped_weight=True
 GroupedLinear: weights must be None, 'both', 'fp8' or 'mxfp4', got 'int8'
 GroupedMLP: weights='fp8' needs the recipe Float8BlockScaling, got MXFP8BlockScaling()
 GroupedMLP: weights='fp8' is frozen and has no gradient: leave fuse_wgrad_accumulation out
+GroupedLinear: weights='mxfp4' needs no recipe, Float8BlockScaling or MXFP8BlockScaling, got Float8CurrentScaling()
+GroupedMLP: weights='mxfp4' is frozen and has no gradient: leave fuse_wgrad_accumulation out
+GroupedLinear: in_features must be a multiple of 32 with weights='mxfp4', got 48
+GroupedMLP: intermediate_size must be a multiple of 32 with weights='mxfp4', got 48
 FrozenBytes: a frozen weight cannot learn: call requires_grad_() of parameters of floating point alone, or take weights='both' or None in place of 'fp8' or 'mxfp4'
 GroupedLinear: weight is frozen in uint8, got float32: load_state_dict quantizes
 frozen weight: numbers must be float8_e4m3fn, got float32
-frozen weight: scale must be [4, 3, 2], got [4, 272, 144]
+frozen weight: scale must be [4, 3, 2], got [4, 288, 160]
 GroupedLinear: dequantize reads frozen weights, and 'down_proj' is none: read it directly; frozen here: weight
 GroupedLinear: dequantize reads frozen weights, and 'weight' is none: read it directly; frozen here: nothing""",  # noqa: E501
     )
@@ -429,13 +439,7 @@ def test_bytes_of_the_other_format_are_named(own: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize(
-    ("from_frozen", "to_frozen"),
-    [
-        ("fp8", "fp8"),
-        ("fp8", None),
-        (None, "fp8"),
-        (None, None),
-    ],
+    ("from_frozen", "to_frozen"), [("fp8", "fp8"), ("fp8", None), (None, "fp8"), (None, None)]
 )
 def test_state_dicts_with_an_expert_a_key(from_frozen: Any, to_frozen: Any, assign: bool) -> None:
     """weight0, weight1, ... of either kind into one weight; one weight of either kind into them."""
@@ -597,9 +601,10 @@ TRAVELS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("travel", TRAVELS.values(), ids=TRAVELS)
+@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
 @EVERY_KIND
-def test_travels_keep_every_byte(kind: Any, travel: Callable[[Any], Any]) -> None:
-    layer = make_layer(kind)
+def test_travels_keep_every_byte(kind: Any, weights: str, travel: Callable[[Any], Any]) -> None:
+    layer = make_layer(kind, weights=weights)
     twin, arguments = travel(layer), inputs("cpu", SPLITS[0])
     for name in names_of(layer):
         for part in (name, f"{name}_scale_inv"):
@@ -686,10 +691,7 @@ def test_cuda_graph_reads_what_is_loaded(kind: Any) -> None:
     for name in names_of(other):
         other.overwrite_frozen(name, torch.randn_like(other.dequantize(name)))
     with torch.no_grad():
-        layer(x, m_splits)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = layer(x, m_splits)
+        graph, y = captured(partial(layer, x, m_splits))
         layer.load_state_dict(other.state_dict())
         graph.replay()
         assert_same_bits(y, other(x, m_splits))

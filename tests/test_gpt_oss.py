@@ -25,7 +25,7 @@ from grouped_linear import (
 from grouped_linear.contrib import compare
 from grouped_linear.integrations.checkpoints.quantizer import GroupedLinearConfig
 from grouped_linear.integrations.checkpoints.tensors import CheckpointTensors
-from support.compare import assert_same_bits, assert_same_tensors
+from support.compare import assert_same_bits, assert_same_tensors, outcome, relative_error
 from support.errors import sentence
 from support.four_bits import learns_in_mxfp4
 from support.gpt_oss import IDS, QUANTIZATION, dequantized, packed, write_checkpoint
@@ -44,17 +44,13 @@ def logits(model: Any) -> Tensor:
     return found
 
 
-def error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_as_dequantized(folder: Path, device: str, dtype: torch.dtype) -> None:
     """Without a recipe: rounding of activations is all that differs from transformers' experts."""
     expected = logits(dequantized(folder, dtype=dtype).to(device))
     actual = logits(packed(folder, dtype=dtype).to(device))
     assert actual.dtype == dtype
-    assert error(actual, expected) < max(1e-5, 4 * torch.finfo(dtype).eps)
+    assert relative_error(actual, expected) < max(1e-5, 4 * torch.finfo(dtype).eps)
 
 
 def test_scales_are_spread_with_their_codes(folder: Path) -> None:
@@ -74,7 +70,7 @@ def test_same_bits_as_converted(folder: Path, recipe: Recipe | None) -> None:
     if recipe is None:
         assert_same_bits(logits(model), logits(other))
     else:
-        assert error(logits(model), logits(other)) < 0.05  # 0.026 to 0.035 by the processor
+        assert relative_error(logits(model), logits(other)) < 0.05  # 0.026 to 0.035 by processor
     codes, scales = 2 * 4 * (192 * 32 + 64 * 48), 2 * 4 * (192 * 2 + 64 * 3)
     assert sum(one.nbytes for one in report.converted) == codes + scales
     assert report.converted[0].num_parameters == sum(
@@ -127,12 +123,9 @@ def test_compiles(folder: Path, device: str) -> None:
     x = torch.randn(20, 64, dtype=BF16, device=device, requires_grad=True)
     chosen = torch.rand(20, 4).topk(2).indices.to(device)
     scores = torch.rand(20, 2, dtype=BF16, device=device, requires_grad=True)
-    results = []
-    for call in (experts, compiled):
-        y = call(x, chosen, scores)
-        results.append((y, *torch.autograd.grad(y.float().square().sum(), (x, scores))))
+    results = [outcome(call(x, chosen, scores), (x, scores)) for call in (experts, compiled)]
     for actual, expected in zip(*results, strict=True):
-        assert error(actual, expected) < 2e-2
+        assert relative_error(actual, expected) < 2e-2
         assert device == "cuda" or torch.equal(actual, expected)
 
 
@@ -195,7 +188,8 @@ def test_saves_what_learns_as_published(
         convert(loaded, Float8BlockScaling())
         assert_same_bits(logits(loaded), in_fp8)
     stock = dequantized(tmp_path)
-    assert error(logits(stock), expected) < 4 * torch.finfo(BF16).eps  # its sums are rounded
+    # Its sums are rounded.
+    assert relative_error(logits(stock), expected) < 4 * torch.finfo(BF16).eps
     convert(stock)
     assert_same_bits(logits(stock), expected)
     assert_same_tensors(saved, dict(CheckpointTensors(trainer)))

@@ -37,7 +37,7 @@ from grouped_linear import (
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.nn.router import router_logits
 from support.calls import Calls
-from support.compare import assert_all_same_bits, assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits, outcome
 from support.errors import sentence
 from support.layers import call_of, linear_of, with_numbers_in_adapters
 from support.pairs import in_turn, pairwise
@@ -512,10 +512,9 @@ def keep_ours(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 @pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
 @pytest.mark.parametrize("form", ["one", "apart", "mlp"])
 def test_selective_checkpointing_that_keeps_our_ops(
-    form: str, recipe: Recipe | None, device: str, monkeypatch: pytest.MonkeyPatch
+    form: str, recipe: Recipe | None, device: str, poisoned: None
 ) -> None:
     """What a kept op returned is not computed again, so nothing may be filled by one."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     layer: nn.Module = make_layer(recipe, device, single_grouped_weight=form == "one")
     x, m_splits = inputs(device)
     routed: tuple[Tensor, ...] = (m_splits,)
@@ -524,13 +523,9 @@ def test_selective_checkpointing_that_keeps_our_ops(
         routed = torch.rand(T, E, device=device).topk(2)
     contexts = partial(create_selective_checkpoint_contexts, keep_ours)
     gradients = []
-    torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors are NaN
-    try:
-        for options in ({}, {"context_fn": contexts}):
-            y = checkpoint(layer, x, *routed, use_reentrant=False, **options)
-            gradients.append(torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for options in ({}, {"context_fn": contexts}):
+        y = checkpoint(layer, x, *routed, use_reentrant=False, **options)
+        gradients.append(torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]))
     assert_all_same_bits(*gradients)
 
 
@@ -763,11 +758,10 @@ def test_in_a_region_of_a_graph(is_mlp: bool, recipe: Recipe | None) -> None:
         return y
 
     leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
-    expected = call(x)
-    expected = [expected, *torch.autograd.grad(expected.square().sum(), leaves)]
+    expected = outcome(call(x), leaves)
     for function in (nested, branches):
         y = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
-        assert_all_same_bits([y, *torch.autograd.grad(y.square().sum(), leaves)], expected)
+        assert_all_same_bits(outcome(y, leaves), expected)
 
 
 # --- a backward in two halves ---------------------------------------------------------------------

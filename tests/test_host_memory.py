@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -19,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import Float8BlockScaling, GroupedMLP, Lora, convert
-from support.compare import assert_all_same_bits, assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits, outcome
 from support.devices import HERE
 from support.documents import example
 from support.hugging_face import tiny
 from support.layers import with_numbers_in_adapters
+from support.processes import one_process
 from support.tensors import BF16
 from support.versions import FSDP_TAKES_BYTES
 
@@ -66,11 +66,9 @@ def by_fsdp2(model: Any, device: str) -> None:
 
 
 @pytest.fixture
-def one_process(device: str) -> Iterator[None]:
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def group(device: str) -> Iterator[None]:
+    with one_process("nccl" if device == "cuda" else "gloo"):
+        yield
 
 
 def train(model: Any, device: str) -> list[Tensor]:
@@ -147,7 +145,7 @@ def test_model(family: str, device: str, compiled: bool, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(not FSDP_TAKES_BYTES, reason="FSDP2 takes integers from torch 2.13 on")
-@pytest.mark.usefixtures("one_process")
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("device", HERE)
 @pytest.mark.parametrize("family", FROZEN)
 def test_fsdp2(family: str, device: str) -> None:
@@ -191,9 +189,7 @@ class Stack(nn.Module):
 
 
 def outputs(model: nn.Module, x: Tensor) -> list[Tensor]:
-    y = model(x)
-    learn = [x, *(p for p in model.parameters() if p.requires_grad)]
-    return [y, *torch.autograd.grad(y.square().sum(), learn)]
+    return outcome(model(x), [x, *(p for p in model.parameters() if p.requires_grad)])
 
 
 def interrupt(_: Tensor) -> None:

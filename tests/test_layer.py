@@ -297,16 +297,8 @@ WORK: list[tuple[str, str, dict[str, int]]] = [
             "block_scaled_linear_grad x_t w_t bias_grad": 1,
         },
     ),
-    (
-        "block",
-        "x",
-        {"block_scaled_linear columnwise_w": 1, "block_scaled_linear_grad w_t": 1},
-    ),
-    (
-        "block",
-        "w",
-        {"block_scaled_linear columnwise_x": 1, "block_scaled_linear_grad x_t": 1},
-    ),
+    ("block", "x", {"block_scaled_linear columnwise_w": 1, "block_scaled_linear_grad w_t": 1}),
+    ("block", "w", {"block_scaled_linear columnwise_x": 1, "block_scaled_linear_grad x_t": 1}),
     ("block", "b", {"block_scaled_linear": 1, "grouped_bias_grad": 1}),
     (
         "block_bf16_wgrad",
@@ -318,11 +310,7 @@ WORK: list[tuple[str, str, dict[str, int]]] = [
             "grouped_mm_wgrad": 1,
         },
     ),
-    (
-        "block_bf16_wgrad",
-        "w",
-        {"block_scaled_linear": 1, "grouped_mm_wgrad": 1},
-    ),
+    ("block_bf16_wgrad", "w", {"block_scaled_linear": 1, "grouped_mm_wgrad": 1}),
     (
         "current",
         "xwb",

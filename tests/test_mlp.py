@@ -30,11 +30,11 @@ from grouped_linear import (
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.recipes.quantize import recipe_of_wgrad
 from support.calls import Calls
-from support.compare import assert_all_same_bits, assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits, outcome
 from support.devices import needs_gpu
 from support.errors import said
 from support.formats import composed
-from support.graphs import STRICT_GRAPHS
+from support.graphs import STRICT_GRAPHS, captured
 from support.mlp import (
     KINDS,
     OTHERS,
@@ -434,12 +434,8 @@ def test_one_compile_for_every_number_of_tokens(device: str) -> None:
     for T in [0, 1, *torch.randperm(300)[:48].tolist()]:
         x = torch.randn(T, H, device=device, requires_grad=True)
         torch._dynamo.decorators.mark_unbacked(x, 0)
-        results = []
-        for call in (compiled, block):
-            y = call(x, router)
-            leaves = [x, router, *mlp.parameters()]
-            results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
-        assert_all_same_bits(*results)
+        leaves = [x, router, *mlp.parameters()]
+        assert_all_same_bits(*(outcome(call(x, router), leaves) for call in (compiled, block)))
     assert counter.frame_count == 1
 
 
@@ -524,14 +520,12 @@ def test_room_for_fewer_rows_compiled(constant: bool, device: str) -> None:
             torch._dynamo.decorators.mark_unbacked(t, 0)
         with saved_tensors() as kept:
             y = block(*inputs)
-        results = [[y, *torch.autograd.grad(y.sum(), [x, *mlp.parameters()])]]
+        leaves = [x, *mlp.parameters()]
+        assert_all_same_bits(outcome(y, leaves), outcome(compiled(*inputs), leaves))
         assert {len(t) for t in kept if t.size(-1) == 2 * F} == {
             min(2 * T, (40 if constant else T) + 1),
             E,
         }
-        y = compiled(*inputs)
-        results.append([y, *torch.autograd.grad(y.sum(), [x, *mlp.parameters()])])
-        assert_all_same_bits(*results)
     assert counter.frame_count == 1
 
 
@@ -539,12 +533,9 @@ def test_inductor(device: str) -> None:
     mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), device=device, dtype=BF16)
     x = torch.randn(2, 20, H, device=device, dtype=BF16, requires_grad=True)
     scores, experts = torch.rand(2, 20, E, device=device, requires_grad=True).topk(2)
-    results = []
-    for call in (mlp, torch.compile(mlp, fullgraph=True)):
-        y = call(x, scores, experts)
-        leaves = [x, scores, *mlp.parameters()]
-        results.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
-    for e, a in zip(*results, strict=True):
+    leaves = [x, scores, *mlp.parameters()]
+    calls = mlp, torch.compile(mlp, fullgraph=True)
+    for e, a in zip(*(outcome(call(x, scores, experts), leaves) for call in calls), strict=True):
         # A weighted sum fused into one kernel may round otherwise, and change what is quantized.
         assert (a.double() - e.double()).norm() < 2.0**-7 * e.double().norm()
 
@@ -685,20 +676,11 @@ def test_one_cuda_graph_for_every_routing(kind: str, recipe: Recipe | None) -> N
     x = torch.zeros(90, H, device="cuda", dtype=BF16, requires_grad=True)
     weights = torch.zeros(90, 3, device="cuda", requires_grad=True)
     experts = torch.zeros(90, 3, device="cuda", dtype=torch.int64)
-    leaves = [x, weights, *mlp.parameters()]
 
     def step() -> list[Tensor]:
-        y = mlp(x, weights, experts)
-        return [y, *torch.autograd.grad(y.float().square().sum(), leaves)]
+        return outcome(mlp(x, weights, experts), [x, weights, *mlp.parameters()])
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()  # a capture wants what it uses to be there
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for seed in range(4):
         torch.manual_seed(seed)
         with torch.no_grad():
@@ -706,7 +688,7 @@ def test_one_cuda_graph_for_every_routing(kind: str, recipe: Recipe | None) -> N
             weights.copy_(torch.rand(90, 3))
             experts.copy_(torch.randint(-1, E, (90, 3)))
         graph.replay()
-        assert_all_same_bits(captured, step())
+        assert_all_same_bits(results, step())
 
 
 @needs_gpu

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of training with what GroupedMLP keeps and adds up, against one that does neither.
-
-Steps of several micro-batches, an optimizer's step after each, give the bits of a plain run: both
-weights quantized in every call, gradients returned, eager.
+"""Where GroupedMLP adds its weights' gradients up: main_grad. test_training.py has its steps.
 
 T tokens, C experts chosen for a token, E experts, H features of a token, F features of an expert.
 """
@@ -15,75 +12,15 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from grouped_linear import GroupedMLP, Recipe
-from support.compare import assert_same_bits
-from support.devices import needs_gpu
+from grouped_linear import Recipe
+from support.compare import assert_same_bits, outcome
 from support.errors import sentence
-from support.pairs import in_turn, pairwise
+from support.pairs import in_turn
 from support.recipes import MORE_RECIPES, RECIPES
-from support.tensors import BF16, DTYPES, FP32
-from support.training import (
-    FEATURES,
-    E,
-    Feature,
-    K,
-    Mode,
-    Routed,
-    batches,
-    captured,
-    check,
-    checkpointed,
-    compiled,
-    cudagraph_trees,
-    eager,
-    give_main_grads,
-    graphed,
-    interleaved,
-)
+from support.tensors import BF16, FP32
+from support.training import FEATURES, Routed, batches, give_main_grads, make_mlp
 
-H, F = K, 48
 TRAINED = RECIPES | {"block_bf16_wgrad": MORE_RECIPES["block_bf16_wgrad"]}
-EVERY_RECIPE = pytest.mark.parametrize("recipe", TRAINED.values(), ids=TRAINED)
-OURS = ("cached", "cached_flag", "fused", "fused_bf16", "cached_fused", "cached_fused_flag")
-EVERY_FEATURE = pytest.mark.parametrize("feature", [FEATURES[name] for name in OURS], ids=OURS)
-
-
-def make(recipe: Recipe | None, dtype: torch.dtype, device: str, **options: Any) -> Routed:
-    torch.manual_seed(0)
-    # Under a recipe weights are float32, so that gradients are, as main_grad is.
-    like: dict[str, Any] = {"dtype": FP32 if recipe else dtype, "device": device}
-    return Routed(GroupedMLP(E, H, F, recipe=recipe, **options, **like))
-
-
-# A compile is slow, so one dtype for all but the plainest mode.
-MODES = {f"eager-{dtype}": (eager, dtype) for dtype in DTYPES}
-MODES |= {m.__name__: (m, BF16) for m in (compiled, checkpointed, interleaved)}
-
-
-@pytest.mark.parametrize(
-    ("feature", "mode", "recipe"),
-    pairwise({name: FEATURES[name] for name in OURS}, MODES, TRAINED),
-)
-def test_features(
-    feature: Feature, mode: tuple[Mode, torch.dtype], recipe: Recipe | None, device: str
-) -> None:
-    check(make, feature, mode[0], recipe, mode[1], device)
-
-
-@needs_gpu
-@EVERY_RECIPE
-@pytest.mark.parametrize("mode", [captured, graphed])
-@EVERY_FEATURE
-def test_features_captured(feature: Feature, mode: Mode, recipe: Recipe | None) -> None:
-    check(make, feature, eager, recipe, BF16, "cuda")  # loads the kernels
-    check(make, feature, mode, recipe, BF16, "cuda")
-
-
-@needs_gpu
-@EVERY_RECIPE
-@pytest.mark.parametrize("name", ["cached", "cached_flag", "cached_fused_flag"])
-def test_features_under_cudagraph_trees(name: str, recipe: Recipe | None) -> None:
-    check(make, FEATURES[name], cudagraph_trees, recipe, BF16, "cuda")
 
 
 def inputs(device: str) -> tuple[Tensor, Tensor]:
@@ -96,16 +33,11 @@ def kept_in_caches(layer: Routed) -> list[Tensor]:
     return [t for cache in caches for t in cache.quantized_weight() if t is not None]
 
 
-def outcome(layer: Routed, y: Tensor, x: Tensor) -> list[Tensor]:
-    """y, and every gradient."""
-    return [y, *torch.autograd.grad(y.square().sum(), (x, layer.score, *layer.weights))]
-
-
 # --- main_grad -----------------------------------------------------------------------------------
 
 
 def fused(recipe: Recipe | None, device: str, dtype: torch.dtype = FP32, **options: Any) -> Routed:
-    layer = make(recipe, dtype, device, fuse_wgrad_accumulation=True, **options)
+    layer = make_mlp(recipe, dtype, device, fuse_wgrad_accumulation=True, **options)
     give_main_grads(layer, FEATURES["fused"])
     return layer
 
@@ -115,7 +47,8 @@ def fused(recipe: Recipe | None, device: str, dtype: torch.dtype = FP32, **optio
 )
 def test_attributes_of_main_grad(how: str, recipe: Recipe | None, device: str) -> None:
     """Of each parameter: a gradient of zeros for who waits for one, and overwriting."""
-    layer, plain, (x, m_splits) = fused(recipe, device), make(recipe, FP32, device), inputs(device)
+    layer, plain = fused(recipe, device), make_mlp(recipe, FP32, device)
+    x, m_splits = inputs(device)
     gate_up, down = layer.weights
     gate_up.overwrite_main_grad = True  # what is there is NaN
     down.main_grad.fill_(1)
@@ -127,7 +60,7 @@ def test_attributes_of_main_grad(how: str, recipe: Recipe | None, device: str) -
         layer(x[:, :16], m_splits)
     assert not down.grad_added_to_main_grad
     call(x, m_splits).square().sum().backward()
-    *_, d_gate_up, d_down = outcome(plain, plain(x, m_splits), x)
+    _, d_gate_up, d_down = outcome(plain(x, m_splits), plain.weights)
     assert_same_bits(gate_up.main_grad, d_gate_up)
     assert_same_bits(down.main_grad, 1 + d_down)
     assert gate_up.grad is None
@@ -142,14 +75,14 @@ def test_attributes_of_main_grad(how: str, recipe: Recipe | None, device: str) -
 @pytest.mark.parametrize("frozen", [0, 1], ids=["gate_up_proj", "down_proj"])
 def test_a_frozen_weight_needs_no_main_grad(frozen: int, device: str) -> None:
     layer, (x, m_splits) = fused(RECIPES["block"], device), inputs(device)
-    plain = make(RECIPES["block"], FP32, device)
+    plain = make_mlp(RECIPES["block"], FP32, device)
     layer.weights[frozen].requires_grad_(False)
     del layer.weights[frozen].main_grad
     learning = layer.weights[1 - frozen]
     learning.main_grad.zero_()
     layer(x, m_splits).square().sum().backward()
-    expected = outcome(plain, plain(x, m_splits), x)[3:]
-    assert_same_bits(learning.main_grad, expected[1 - frozen])
+    expected = outcome(plain(x, m_splits), plain.weights)
+    assert_same_bits(learning.main_grad, expected[2 - frozen])
 
 
 @pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
@@ -171,7 +104,7 @@ def test_autocast(recipe: Recipe | None, device: str) -> None:
 
 @pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("delayed", "mxfp8")])
 def test_inductor_clones_neither_main_grads_nor_caches(recipe: Recipe | None) -> None:
-    layer, plain = fused(recipe, "cpu", cache_weights=True), make(recipe, FP32, "cpu")
+    layer, plain = fused(recipe, "cpu", cache_weights=True), make_mlp(recipe, FP32, "cpu")
     call, (x, m_splits) = torch.compile(layer, fullgraph=True), inputs("cpu")
 
     def step() -> None:
@@ -182,7 +115,7 @@ def test_inductor_clones_neither_main_grads_nor_caches(recipe: Recipe | None) ->
     assert ".copy_(" not in code
     for shape in {tuple(t.shape) for t in [*layer.weights, *kept_in_caches(layer)] if t.dim() == 3}:
         assert not re.search(rf"= empty_strided\w*\(\({', '.join(map(str, shape))}\)", code)
-    *_, d_gate_up, d_down = outcome(plain, plain(x, m_splits), x)
+    _, d_gate_up, d_down = outcome(plain(x, m_splits), plain.weights)
     assert_same_bits(layer.mlp.gate_up_proj.main_grad, d_gate_up)
     assert_same_bits(layer.mlp.down_proj.main_grad, d_down)
 

@@ -20,16 +20,15 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, replace_wit
 from grouped_linear import Float8BlockScaling, MXFP8BlockScaling, Recipe, convert, ops
 from grouped_linear.contrib import compare
 from grouped_linear.integrations.experts import experts_of
-from support.compare import assert_same_bits, assert_same_tensors
+from support.compare import assert_same_bits, assert_same_tensors, relative_error
 from support.errors import sentence
 from support.experts import GroupedExperts
 from support.four_bits import learns_in_mxfp4
-from support.hugging_face import FAMILIES, tiny
+from support.hugging_face import FAMILIES, IDS, tiny
 from support.layers import through_pickle
 from support.tensors import BF16
 
 E, H, F, ROWS = 3, 32, 64, 9
-IDS = torch.arange(14).reshape(2, 7)
 SIZES = {"intermediate_size": F, "moe_intermediate_size": F}
 NARROW = {"muse_spark": {"moe_hidden_size": H}}
 BITS = 4.25
@@ -80,11 +79,6 @@ def result(model: Any) -> Tensor:
     return y
 
 
-def difference(actual: Tensor, expected: Tensor) -> float:
-    off = actual.double() - expected.double()
-    return (off.norm() / expected.double().norm()).item()
-
-
 @pytest.mark.parametrize("family", [*FAMILIES, "titan"])
 def test_as_quantized_by_the_op(family: str, device: str) -> None:
     """The bits of the dequantized weights' results, with and without a gate, biases and norms."""
@@ -112,7 +106,7 @@ def test_as_quantized_by_the_op(family: str, device: str) -> None:
     for actual, expected in zip(*results, strict=True):
         if device == "cpu":
             assert_same_bits(actual, expected)
-        assert difference(actual, expected) < 2e-2
+        assert relative_error(actual, expected) < 2e-2
     [converted] = done.converted
     assert converted.error == pytest.approx(math.sqrt(off / whole), rel=1e-5)
     assert 0.1 < converted.error < 0.12
@@ -129,7 +123,7 @@ def test_as_quantized_by_the_op(family: str, device: str) -> None:
 def test_recipes(family: str, recipe: Recipe) -> None:
     """They round activations, beside the same weights."""
     model, plain = in_mxfp4(family, recipe), in_mxfp4(family)
-    assert 0 < difference(result(model), result(plain)) < 0.1
+    assert 0 < relative_error(result(model), result(plain)) < 0.1
     compared = compare(model, lambda: result(model).float().square().sum().backward())
     assert {d.tensor for d in compared.differences} == {"output", "x"}
 

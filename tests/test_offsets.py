@@ -99,8 +99,6 @@ def test_lying_offsets_are_clamped_on_cuda(op: str, offs: list[int]) -> None:
     clamped = [rows.stop for rows in reference.groups(torch.tensor(offs), num_rows)]
     lie, truth = (sample.but(offs=torch.tensor(o, dtype=torch.int32)) for o in (offs, clamped))
     for actual, expected in zip(
-        specified(truth, lie.results("cuda")),
-        specified(truth, truth.results("cuda")),
-        strict=True,
+        specified(truth, lie.results("cuda")), specified(truth, truth.results("cuda")), strict=True
     ):
         assert_same_bits(actual, expected)

@@ -26,10 +26,7 @@ from support.processes import Checks, device, on_cpu, on_gpus
 
 PROCESSES = 4
 E, T, C, H, F = 8, 24, 2, 32, 64
-QUANTIZED: dict[str, Any] = {
-    "recipe": Float8BlockScaling(),
-    "weights": "fp8",
-}
+QUANTIZED: dict[str, Any] = {"recipe": Float8BlockScaling(), "weights": "fp8"}
 
 
 class Model(nn.Module):

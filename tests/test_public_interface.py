@@ -13,15 +13,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import grouped_linear
-from grouped_linear import (
-    DelayedScaling,
-    GroupedLinear,
-    GroupedMLP,
-    Recipe,
-    parallel,
-    recipes,
-    te,
-)
+from grouped_linear import DelayedScaling, GroupedLinear, GroupedMLP, Recipe, parallel, recipes, te
 from support.recipes import RECIPES
 
 

@@ -96,11 +96,7 @@ STORED: list[dict[str, Any]] = [{}, {"weights": "both"}, {"cache_weights": True}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("of", "options"),
-    [*itertools.product(RECIPES, STORED)],
-    ids=str,
-)
+@pytest.mark.parametrize(("of", "options"), [*itertools.product(RECIPES, STORED)], ids=str)
 def test_as_frozen(device: str, dtype: torch.dtype, of: str, options: dict[str, Any]) -> None:
     layer, frozen = pairs(device, dtype, of, **options)
     first = {"is_first_microbatch": True} if "cache_weights" in options else {}
@@ -113,11 +109,7 @@ def test_as_frozen(device: str, dtype: torch.dtype, of: str, options: dict[str, 
 @pytest.mark.parametrize("of", RECIPES)
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"bias": True, "activation": GPT_OSS},
-        {"lora": Lora(4)},
-    ],
+    [{}, {"bias": True, "activation": GPT_OSS}, {"lora": Lora(4)}],
     ids=["plain", "gpt_oss", "lora"],
 )
 def test_experts_as_frozen(device: str, of: str, options: dict[str, Any]) -> None:

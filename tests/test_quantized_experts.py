@@ -13,13 +13,12 @@ import torch
 import transformers
 from expecttest import assert_expected_inline
 from safetensors.torch import load_file
-from torch import Tensor, nn
 from transformers import FineGrainedFP8Config
 
 from grouped_linear import Float8BlockScaling, MXFP8BlockScaling, convert
 from support.compare import assert_same_bits, bits
 from support.errors import sentence
-from support.hugging_face import tiny
+from support.hugging_face import frozen_names, logits, tiny
 from support.tensors import BF16
 from support.versions import skipping_for_old_transformers
 
@@ -30,7 +29,6 @@ with skipping_for_old_transformers():
 
 E, F, H = 3, 128, 32
 SIZES = {"intermediate_size": F, "moe_intermediate_size": F, "num_hidden_layers": 2}
-IDS = torch.arange(14).reshape(2, 7)
 PREFIX = {"mixtral": "block_sparse_moe.experts.{}.", "qwen3_moe": "mlp.experts.{}."}
 FAMILY = pytest.mark.parametrize("family", PREFIX)
 
@@ -48,16 +46,6 @@ def frozen(family: str = "mixtral", **options: Any) -> Any:
     model = model_of(family, **options)
     convert(model, weights="fp8")
     return model
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(IDS).logits
-
-
-def frozen_names(model: nn.Module) -> list[str]:
-    names = [n for n, p in model.named_parameters() if p.dtype == torch.uint8]
-    return [n for n in names if not n.endswith("_scale_inv")]
 
 
 @FAMILY

@@ -4,24 +4,12 @@
 `python tests/random_layers.py --layers N --seed S` runs as many others as one likes.
 """
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from support.devices import needs_gpu
 from support.random_layer import difference, drawn
 
 AT_ONCE = 50
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """New memory of tensors is NaN: what a kernel leaves out shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def compare(first: int, count: int) -> None:

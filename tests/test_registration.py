@@ -61,8 +61,7 @@ def test_ops_without_a_cuda_kernel_say_so() -> None:
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or HAS_GPU,
-    reason="needs a GPU of compute capability below 8.0",
+    not torch.cuda.is_available() or HAS_GPU, reason="needs a GPU of compute capability below 8.0"
 )
 def test_older_gpus_are_refused() -> None:
     for op in OPS:

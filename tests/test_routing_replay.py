@@ -32,6 +32,7 @@ from grouped_linear.contrib import pad_routing, record_routing, replay_routing
 from support.compare import assert_same_tensors
 from support.devices import needs_gpu
 from support.errors import sentence
+from support.graphs import captured
 from support.hugging_face import FAMILIES, AnyConfig, model_of, tiny, tokens
 from support.pairs import one_in_ci
 from support.tensors import BF16
@@ -568,12 +569,7 @@ def test_cuda_graph() -> None:
     with torch.no_grad(), record_routing(model, B, S) as recording:
         for _ in range(2):
             model(ids)
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            model(ids)
-        with torch.cuda.graph(graph, stream=stream):
-            model(ids)
+        graph, _ = captured(partial(model, ids))
         recording.take()
         for _ in range(3):
             ids.copy_(tokens("cuda", B, S))

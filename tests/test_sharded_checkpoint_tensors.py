@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grouped_linear import Float8BlockScaling, convert
 from support.compare import assert_same_tensors
 from support.four_bits import learns_in_mxfp4
-from support.hugging_face import tiny
+from support.hugging_face import IDS, tiny
 from support.processes import PROCESSES, Checks, device, on_cpu, on_gpus
 from support.tensors import BF16
 from support.versions import skipping_for_old_transformers
@@ -41,7 +41,6 @@ FORMS: dict[str, tuple[Any, Any]] = {
     "learns": (learns_in_mxfp4(), None),
     "learns, both": (learns_in_mxfp4(fp8=True), "both"),
 }
-IDS = torch.arange(14).reshape(2, 7)
 
 
 class Gathers(TorchDispatchMode):

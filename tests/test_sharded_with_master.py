@@ -47,7 +47,7 @@ from support.documents import ROOT, examples
 from support.errors import sentence
 from support.fresh import assert_fresh, rounded
 from support.hugging_face import tiny
-from support.processes import PROCESSES, Checks, device, on_cpu, on_gpus
+from support.processes import PROCESSES, Checks, device, on_cpu, on_gpus, one_process
 
 E, T, H, F = 4, 40, 32, 160
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -96,6 +96,12 @@ def shard(model: nn.Module, reshard: bool = True, **options: Any) -> None:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, **options)
 
 
+def assert_kept(p: Any, numbers: Tensor) -> None:
+    """A shard has these numbers, and the FP8 ones are theirs."""
+    assert_fresh(p)
+    assert_same_bits(p.to_local().dequantize(), numbers)
+
+
 def check_training(name: str, rank: int, directory: Path) -> None:
     """Sharded steps are those of one process, and of plain weights."""
     for reshard in (True, False):
@@ -110,8 +116,7 @@ def check_training(name: str, rank: int, directory: Path) -> None:
         for other in outputs[1:]:
             assert_all_same_bits(other, outputs[0])
         for p, q in zip(kept.parameters(), plain.parameters(), strict=True):
-            assert_fresh(p)
-            assert_same_bits(p.to_local().dequantize(), q.to_local())  # type: ignore[attr-defined]
+            assert_kept(p, q.to_local())  # type: ignore[attr-defined]
 
 
 def check_hybrid(rank: int, directory: Path) -> None:
@@ -143,8 +148,7 @@ def check_mixed_precision(rank: int, directory: Path) -> None:
         for a, e in zip(*(train(model) for model in (kept, plain)), strict=True):
             assert_same_bits(a, e)
         for p, q in zip(kept.parameters(), plain.parameters(), strict=True):
-            assert_fresh(p)
-            assert_same_bits(p.to_local().dequantize(), q.to_local())  # type: ignore[attr-defined]
+            assert_kept(p, q.to_local())  # type: ignore[attr-defined]
 
 
 def check_bytes(rank: int, directory: Path) -> None:
@@ -209,10 +213,10 @@ def check_checkpoints(rank: int, directory: Path) -> None:
         state = {"model": get_model_state_dict(target)}
         dcp.load(state, checkpoint_id=saved)  # in place: nothing is loaded after it
         for p, e in zip(target.parameters(), expected, strict=True):
-            local: Any = p.to_local()  # type: ignore[attr-defined]
-            assert_same_bits(local.dequantize() if target is kept else local, e)
             if target is kept:
-                assert_fresh(p)
+                assert_kept(p, e)
+            else:
+                assert_same_bits(p.to_local(), e)
     alone = Model(RECIPES["block"], "both")  # saved by two processes, read by one, and back
     read = {"model": get_model_state_dict(alone)}
     dcp.load(read, checkpoint_id=directory / "0", no_dist=True)
@@ -228,8 +232,7 @@ def check_checkpoints(rank: int, directory: Path) -> None:
     dist.barrier()
     dcp.load({"model": get_model_state_dict(kept)}, checkpoint_id=directory / "one")
     for p, e in zip(kept.parameters(), expected, strict=True):
-        assert_fresh(p)
-        assert_same_bits(p.to_local().dequantize(), 2 * e)  # type: ignore[attr-defined]
+        assert_kept(p, 2 * e)
         with torch.no_grad():
             p.mul_(0.5)
     full = StateDictOptions(full_state_dict=True)
@@ -240,8 +243,7 @@ def check_checkpoints(rank: int, directory: Path) -> None:
     doubled = {name: 2 * t for name, t in states[0].items()}
     set_model_state_dict(kept, doubled, options=full)
     for p, e in zip(kept.parameters(), expected, strict=True):
-        assert_fresh(p)
-        assert_same_bits(p.to_local().dequantize(), 2 * e)  # type: ignore[attr-defined]
+        assert_kept(p, 2 * e)
 
 
 def check_data_parallel(rank: int, directory: Path) -> None:
@@ -396,11 +398,10 @@ test_two_gpus = on_gpus(sorted(CHECKS.keys() - {"guide"}))  # which is on CPUs
 
 
 @pytest.fixture
-def one_process() -> Iterator[Any]:
-    """A mesh of this process alone, where FSDP2 gathers nothing."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+def mesh() -> Iterator[Any]:
+    """Of this process alone, where FSDP2 gathers nothing."""
+    with one_process():
+        yield init_device_mesh("cpu", (1,))
 
 
 def alone(mesh: Any, **options: Any) -> tuple[Any, Any]:
@@ -415,10 +416,10 @@ def alone(mesh: Any, **options: Any) -> tuple[Any, Any]:
     return sharded, plain
 
 
-def test_scales_of_one_process_follow_writes(one_process: Any) -> None:
+def test_scales_of_one_process_follow_writes(mesh: Any) -> None:
     """They travel as metadata, which FSDP2 does not fill again."""
     policy = MixedPrecisionPolicy(param_dtype=BF16)
-    sharded, plain = alone(one_process, mp_policy=policy)
+    sharded, plain = alone(mesh, mp_policy=policy)
     with torch.no_grad():
         sharded.weight.mul_(16)
         plain.weight.mul_(16)
@@ -427,17 +428,17 @@ def test_scales_of_one_process_follow_writes(one_process: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [FP32, torch.float64])
-def test_an_assigned_shard_stays_in_both_precisions(one_process: Any, dtype: torch.dtype) -> None:
-    sharded, plain = alone(one_process)
+def test_an_assigned_shard_stays_in_both_precisions(mesh: Any, dtype: torch.dtype) -> None:
+    sharded, plain = alone(mesh)
     w, x = torch.randn(E, F, H), torch.randn(T, H)
-    state = {"weight": distribute_tensor(w.to(dtype), one_process, [Shard(0)])}
+    state = {"weight": distribute_tensor(w.to(dtype), mesh, [Shard(0)])}
     sharded.load_state_dict(state, assign=True)
     plain.load_state_dict({"weight": w})
     assert isinstance(sharded.weight.to_local(), GroupedTensorWithMaster)
     assert_same_bits(sharded(x, COUNTS).detach(), plain(x, COUNTS).detach())
 
 
-def test_gradients_of_transposed_weights(one_process: Any) -> None:
+def test_gradients_of_transposed_weights(mesh: Any) -> None:
     """GPT-OSS stores [E, K, N]: a parameter that FSDP2 gathered in FP8 has its gradient, too."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4}
@@ -446,7 +447,7 @@ def test_gradients_of_transposed_weights(one_process: Any) -> None:
     tokens = torch.randint(64, (2, 16))
     for model in (whole, sharded):
         convert(model, RECIPES["block"], weights="both")
-    fully_shard(sharded.model.layers[0], mesh=one_process)
+    fully_shard(sharded.model.layers[0], mesh=mesh)
     for model in (whole, sharded):
         model(input_ids=tokens, labels=tokens).loss.backward()
     for (name, p), q in zip(whole.named_parameters(), sharded.parameters(), strict=True):

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedMLP
+from support.processes import one_process
 
 spmd_types: Any = pytest.importorskip(
     "spmd_types", reason="spmd_types is not installed: pip install spmd_types, or torchtitan"
@@ -20,11 +20,10 @@ checker: Any = pytest.importorskip("spmd_types.checker")
 
 @pytest.fixture
 def axis() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    with spmd_types.set_current_mesh(mesh):
-        yield mesh.get_group("dp")
-    dist.destroy_process_group()
+    with one_process():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        with spmd_types.set_current_mesh(mesh):
+            yield mesh.get_group("dp")
 
 
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])

@@ -267,12 +267,7 @@ def test_wide_rows(form: str, op: str, device: str) -> None:
 @pytest.mark.parametrize("bias_grad", [False, True])
 @pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True), (True, True)])
 def test_what_is_not_requested_is_none(
-    rowwise: bool,
-    columnwise: bool,
-    bias_grad: bool,
-    h_columnwise: bool,
-    keep_h: bool,
-    device: str,
+    rowwise: bool, columnwise: bool, bias_grad: bool, h_columnwise: bool, keep_h: bool, device: str
 ) -> None:
     sample = make("group_quantize_swiglu_grad", GROUPS["capacity"], BF16).on(device)
     results = ops.group_quantize_swiglu_grad(

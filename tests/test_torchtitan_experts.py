@@ -20,14 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from grouped_linear import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Format,
-    GroupedMLP,
-    Recipe,
-    convert,
-)
+from grouped_linear import DelayedScaling, Float8BlockScaling, Format, GroupedMLP, Recipe, convert
 from grouped_linear.integrations.convert import ConvertedExperts
 from support.compare import assert_all_same_bits, assert_same_bits, assert_same_tensors
 from support.errors import sentence

@@ -8,6 +8,7 @@ cache, no fusion, nothing deferred, eager. T rows, E groups, K in_features, N ou
 import copy
 import io
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from support.training import (
     E,
     Feature,
     K,
+    Make,
     Mode,
     N,
     batches,
@@ -39,13 +41,15 @@ from support.training import (
     gradients_of,
     graphed,
     interleaved,
+    make_mlp,
     offloaded,
     optimizer_step,
     plain_run,
     refused,
 )
 
-EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+TRAINED = RECIPES | {"block_bf16_wgrad": MORE_RECIPES["block_bf16_wgrad"]}
+EVERY_RECIPE = pytest.mark.parametrize("recipe", TRAINED.values(), ids=TRAINED)
 
 
 def make_layer(
@@ -57,46 +61,56 @@ def make_layer(
     return linear_of(E, K, N, recipe=recipe, dtype=weight_dtype, device=device, **options)
 
 
+# GroupedMLP has fewer of the features.
+OF_MLP = ("cached", "cached_flag", "fused", "fused_bf16", "cached_fused", "cached_fused_flag")
+OF_LAYERS = (
+    {name: (make_layer, feature) for name, feature in FEATURES.items()},
+    {f"mlp_{name}": (make_mlp, FEATURES[name]) for name in OF_MLP},
+)
 MODES = (eager, compiled, checkpointed, checkpointed_reentrant, offloaded, interleaved)
+MODES_IN_GRAPHS = {"captured": captured, "graphed": graphed}
 # What a mode does with a call is the same for every dtype: one for all but the plainest mode.
 MODES_AND_DTYPES = {f"eager-{dtype}": (eager, dtype) for dtype in DTYPES}
 MODES_AND_DTYPES |= {mode.__name__: (mode, BF16) for mode in MODES if mode is not eager}
-TRAINED = RECIPES | {"block_bf16_wgrad": MORE_RECIPES["block_bf16_wgrad"]}
 
 
 @pytest.mark.parametrize(
-    ("feature", "mode", "recipe"), pairwise(FEATURES, MODES_AND_DTYPES, TRAINED)
+    ("layer", "mode", "recipe"),
+    [row for layers in OF_LAYERS for row in pairwise(layers, MODES_AND_DTYPES, TRAINED)],
 )
 def test_features(
-    feature: Feature, mode: tuple[Mode, torch.dtype], recipe: Recipe | None, device: str
+    layer: tuple[Make, Feature], mode: tuple[Mode, torch.dtype], recipe: Recipe | None, device: str
 ) -> None:
-    check(make_layer, feature, mode[0], recipe, mode[1], device)
+    check(*layer, mode[0], recipe, mode[1], device)
 
 
 @needs_gpu
 @pytest.mark.parametrize(
-    ("feature", "mode", "recipe", "dtype"),
-    pairwise(
-        FEATURES,
-        {"captured": captured, "graphed": graphed},
-        RECIPES,
-        {str(dtype): dtype for dtype in DTYPES},
-    ),
+    ("layer", "mode", "recipe", "dtype"),
+    [
+        row
+        for layers in OF_LAYERS
+        for row in pairwise(layers, MODES_IN_GRAPHS, TRAINED, {str(d): d for d in DTYPES})
+    ],
 )
 def test_features_captured(
-    feature: Feature, mode: Mode, recipe: Recipe | None, dtype: torch.dtype
+    layer: tuple[Make, Feature], mode: Mode, recipe: Recipe | None, dtype: torch.dtype
 ) -> None:
-    check(make_layer, feature, eager, recipe, dtype, "cuda")  # loads the kernels
-    check(make_layer, feature, mode, recipe, dtype, "cuda")
+    check(*layer, eager, recipe, dtype, "cuda")  # loads the kernels
+    check(*layer, mode, recipe, dtype, "cuda")
 
 
 @needs_gpu
 @EVERY_RECIPE
 @pytest.mark.parametrize(
-    "name", ["cached", "cached_flag", "cached_fused_flag", "per_expert_cached_fused"]
+    ("make", "name"),
+    [
+        *product((make_layer, make_mlp), ("cached", "cached_flag", "cached_fused_flag")),
+        (make_layer, "per_expert_cached_fused"),
+    ],
 )
-def test_features_under_cudagraph_trees(name: str, recipe: Recipe | None) -> None:
-    check(make_layer, FEATURES[name], cudagraph_trees, recipe, BF16, "cuda")
+def test_features_under_cudagraph_trees(make: Make, name: str, recipe: Recipe | None) -> None:
+    check(make, FEATURES[name], cudagraph_trees, recipe, BF16, "cuda")
 
 
 # --- besides steps -------------------------------------------------------------------------------
@@ -104,11 +118,7 @@ def test_features_under_cudagraph_trees(name: str, recipe: Recipe | None) -> Non
 
 @pytest.mark.parametrize(
     ("feature", "mode", "recipe"),
-    pairwise(
-        FEATURES,
-        {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode},
-        RECIPES,
-    ),
+    pairwise(FEATURES, {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}, RECIPES),
 )
 def test_without_gradients(feature: Feature, mode: Any, recipe: Recipe | None, device: str) -> None:
     """The numbers of training, and nothing is left behind."""
@@ -152,10 +162,7 @@ TRAVELS: dict[str, Callable[..., GroupedLinear]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("feature", "travel", "recipe"),
-    pairwise(FEATURES, TRAVELS, RECIPES),
-)
+@pytest.mark.parametrize(("feature", "travel", "recipe"), pairwise(FEATURES, TRAVELS, RECIPES))
 def test_a_layer_that_travelled(feature: Feature, travel: Any, recipe: Recipe | None) -> None:
     """Trains on as the one that stayed at home; the two are apart."""
     if refused(feature, eager, recipe):

@@ -41,6 +41,7 @@ from grouped_linear.quantized.frozen import dequantize_blocks
 from support import reference
 from support.calls import Calls
 from support.commands import run
+from support.compare import relative_error
 from support.documents import models
 from support.hugging_face import FAMILIES, AnyConfig, model_of, tiny, tokens
 from support.processes import PROCESSES, Checks, on_cpu
@@ -85,10 +86,7 @@ def train(model: nn.Module, call: Callable[..., Any], ids: Tensor) -> dict[str, 
 def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """The norm of each difference beside that of the tensor."""
     assert actual.keys() == expected.keys()
-    return {
-        name: float((actual[name].double() - e.double()).norm() / e.double().norm().clamp(1e-30))
-        for name, e in expected.items()
-    }
+    return {name: relative_error(actual[name], e) for name, e in expected.items()}
 
 
 def results(
@@ -105,10 +103,21 @@ def results(
     return [*found, train(model, model, ids)]
 
 
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("grouped_linear", 0, 1e-5), ("grouped_linear_fp8", 1e-4, 0.25)]
+)
 @EVERY_FAMILY
-def test_logits_and_gradients(family: str, device: str) -> None:
-    error = errors(*results(family, device, "grouped_linear"))
-    assert max(error.values()) < 1e-5, error  # the same products, sums of tens in another order
+def test_logits_and_gradients(
+    family: str, name: str, least: float, most: float, device: str
+) -> None:
+    """The same products without a recipe, sums of tens in another order.
+
+    A product of e4m3 operands is off by 4% of its norm (test_layer.py). Gradients follow from up to
+    five of them, through nonlinearities that may raise the error.
+    """
+    error = errors(*results(family, device, name))
+    assert max(error.values()) < most, error
+    assert error["logits"] >= least  # in FP8 it is not the exact product
 
 
 @EVERY_FAMILY
@@ -124,17 +133,6 @@ def test_bfloat16(family: str, kind: dict[str, Any], device: str) -> None:
     ours, own = errors(actual, exact), errors(library, exact)
     for name, error in ours.items():
         assert error < 2 * own[name] + 2.0**-7, name
-
-
-@EVERY_FAMILY
-def test_fp8(family: str, device: str) -> None:
-    """A product of e4m3 operands is off by 4% of its norm (test_layer.py).
-
-    Gradients follow from up to five of them, through nonlinearities that may raise the error.
-    """
-    error = errors(*results(family, device, "grouped_linear_fp8"))
-    assert max(error.values()) < 0.25, error
-    assert error["logits"] > 1e-4  # it is not the exact product
 
 
 @pytest.mark.parametrize("family", ["mixtral", "aria", "gpt_oss"])
@@ -267,8 +265,7 @@ def in_fp8(model: nn.Module, experts: Any, device: str) -> tuple[Any, list[Tenso
 
 
 @pytest.mark.parametrize(
-    ("family", "compiled"),
-    [*((family, False) for family in FAMILIES), ("gpt_oss", True)],
+    ("family", "compiled"), [*((family, False) for family in FAMILIES), ("gpt_oss", True)]
 )
 def test_trains_in_both_precisions(family: str, compiled: bool, device: str) -> None:
     """Steps have the bits of quantizing in each call, and no call quantizes a weight."""
@@ -312,21 +309,6 @@ def test_both_precisions_under_current_scaling(family: str) -> None:
     expected = train(model, model, ids)
     for key, actual in train(twin, twin, ids).items():
         assert torch.equal(actual, expected[key]), key
-
-
-def test_both_precisions_save_as_plain_weights(tmp_path: Any) -> None:
-    model = model_of("mixtral", "cpu")
-    twin = deepcopy(model)
-    convert(twin, Float8BlockScaling(), weights="both")
-    for learner, path in ((model, tmp_path / "plain"), (twin, tmp_path / "both")):
-        learner.save_pretrained(path, max_shard_size="40KB")
-        assert len([*path.glob("*.safetensors")]) > 1
-    plain, both = (
-        type(model).from_pretrained(tmp_path / name).state_dict() for name in ("plain", "both")
-    )
-    assert plain.keys() == both.keys()
-    for name, t in plain.items():
-        assert torch.equal(both[name], t), name
 
 
 @pytest.mark.parametrize(("act", "compiled"), [("silu", True), ("silu", False), ("gelu", False)])

@@ -42,6 +42,7 @@ from support.devices import HERE, needs_gpu
 from support.errors import sentence
 from support.experts import FusedGroupedExperts, GroupedExperts
 from support.formats import composed
+from support.graphs import captured
 from support.hugging_face import model_of, tokens
 from support.pairs import one_in_ci, pairwise
 from support.processes import Checks, device, on_cpu
@@ -517,13 +518,7 @@ def test_cuda_graph_obeys_the_flag(name: str, kind: str) -> None:
     x = x.requires_grad_()
     torch.manual_seed(4)
     dy = torch.randn(layer(x, *arguments).shape).to(x)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        layer(x, *arguments).backward(dy)
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        layer(x, *arguments).backward(dy)
+    graph, _ = captured(lambda: layer(x, *arguments).backward(dy))
     for on, times in ((False, 0), (True, 1), (False, 0), (True, 1)):
         seen.switch(on)
         seen.reset()
@@ -724,10 +719,7 @@ def test_hugging_face(recipe: Recipe | None) -> None:
     assert seen.steps == 1
 
 
-WEIGHTS = {
-    GroupedExperts: ("w1_EFD", "w3_EFD", "w2_EDF"),
-    FusedGroupedExperts: ("w13", "w2_EDF"),
-}
+WEIGHTS = {GroupedExperts: ("w1_EFD", "w3_EFD", "w2_EDF"), FusedGroupedExperts: ("w13", "w2_EDF")}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from grouped_linear import GroupedLinear, GroupedMLP, Recipe, update_scales
 from grouped_linear.quantized.weight_cache import WeightCache
 from support.calls import Calls
-from support.compare import assert_all_same_bits, assert_same_bits, assert_shows_cold
+from support.compare import assert_all_same_bits, assert_same_bits, assert_shows_cold, outcome
 from support.errors import sentence
 from support.layers import call_of, through_pickle
 from support.pairs import in_turn, pairwise
@@ -93,11 +93,6 @@ def change(*weights: Tensor) -> None:
         w.data.mul_(3)
 
 
-def outcome(layer: Any, y: Tensor, x: Tensor) -> list[Tensor]:
-    """y, and every gradient."""
-    return [y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))]
-
-
 @pytest.mark.parametrize(
     ("make", "flag", "compiled", "recipe"), pairwise(LAYERS, FLAG, COMPILING, QUANTIZING)
 )
@@ -109,10 +104,10 @@ def test_reads_what_it_wrote(
     call, (x, m_splits) = call_of(layer, compiled), inputs(device)
 
     def result(flag: Any) -> list[Tensor]:
-        return outcome(layer, call(x, m_splits, flag), x)
+        return outcome(call(x, m_splits, flag), (x, *layer.parameters()))
 
     def plain() -> list[Tensor]:
-        return outcome(layer, layer(x, m_splits), x)
+        return outcome(layer(x, m_splits), (x, *layer.parameters()))
 
     written = result(first(True))
     for w in weights_of(layer).values():
@@ -231,9 +226,7 @@ def test_a_flag_may_be_refilled_before_the_backward(compiled: bool, device: str)
 @pytest.mark.parametrize(
     ("make", "mode", "recipe"),
     pairwise(
-        LAYERS,
-        {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode},
-        QUANTIZING,
+        LAYERS, {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}, QUANTIZING
     ),
 )
 def test_filled_without_gradients(make: Make, mode: Any, recipe: Recipe, device: str) -> None:
@@ -241,7 +234,8 @@ def test_filled_without_gradients(make: Make, mode: Any, recipe: Recipe, device:
     layer, (x, m_splits) = make(recipe, device), inputs(device)
     with mode():
         y = layer(x, m_splits, True)
-    filled, expected = (outcome(layer, layer(x, m_splits, f), x) for f in (False, None))
+    leaves = [x, *layer.parameters()]
+    filled, expected = (outcome(layer(x, m_splits, first), leaves) for first in (False, None))
     assert_same_bits(filled[0], y)
     assert_all_same_bits(filled, expected)
 

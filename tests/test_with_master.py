@@ -15,7 +15,6 @@ import re
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -39,11 +38,13 @@ from grouped_linear.quantized import with_master
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Layouts, Operands
 from grouped_linear.recipes.quantize_weight import refresh_weight_
-from support.compare import assert_all_same_bits, assert_same_bits
+from support.compare import assert_all_same_bits, assert_same_bits, outcome
 from support.devices import needs_gpu
 from support.errors import sentence
 from support.fresh import assert_fresh, rounded
+from support.graphs import captured
 from support.pairs import pairwise
+from support.processes import one_process
 
 E, N, K = 3, 144, 288
 aten = torch.ops.aten
@@ -357,8 +358,7 @@ class Pair:
         results = []
         for layer in self.layers:
             x, m_splits = inputs(self.device, dtype)
-            y = layer(x, m_splits)
-            results.append((y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))))
+            results.append(outcome(layer(x, m_splits), (x, *layer.parameters())))
         assert_all_same_bits(*results)
         self.check_graphs(results[1][0], dtype)
 
@@ -369,9 +369,8 @@ class Pair:
         key = [layer.weight.data_ptr(), dtype, is_kept(layer.weight) and layer.weight.q.data_ptr()]
         if self.graph is None or self.graph[0] != key:
             x, m_splits = inputs(self.device, dtype)
-            graph = torch.cuda.CUDAGraph()
-            with torch.no_grad(), torch.cuda.graph(graph):
-                y = layer(x, m_splits)
+            with torch.no_grad():
+                graph, y = captured(partial(layer, x, m_splits))
             self.graph = key, graph, y, x, m_splits
         _, graph, y, *_ = self.graph
         graph.replay()
@@ -382,8 +381,7 @@ class Pair:
         results = []
         for layer in self.layers:
             x, m_splits = inputs(self.device, self.layers[1].weight.dtype)
-            y = compiled_call(layer, x, m_splits)
-            results.append((y, *torch.autograd.grad(y.square().sum(), (x, layer.weight))))
+            results.append(outcome(compiled_call(layer, x, m_splits), (x, layer.weight)))
         assert_all_same_bits(*results)
 
 
@@ -407,25 +405,22 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("how", COPIES)
-def test_a_copy_has_memory_of_its_own(how: str, device: str) -> None:
-    w: Any = make_layer("both", RECIPES["block"], BF16, device).weight.detach()
-    before = [part.clone() for part in (w.master, w.q, w.scale, w.q_t)]
-    copied: Any = COPIES[how](nn.Parameter(w) if "file" in how else w).detach()
-    copied.mul_(-1)
+def test_copies_have_memory_of_their_own(how: str, requires_grad: bool, device: str) -> None:
+    """Those of a parameter are parameters, with the attributes that others set."""
+    p: Any = make_layer("both", RECIPES["block"], BF16, device).weight
+    p.requires_grad_(requires_grad).note = "kept"
+    w, before = p.detach(), [part.clone() for part in (p.master, p.q, p.scale, p.q_t)]
+    copied = COPIES[how](w if how in ("clone", "to") else p)
+    if isinstance(copied, nn.Parameter):
+        assert (copied.requires_grad, copied.note) == (requires_grad, "kept")
+    else:
+        assert how in ("clone", "to")
+    copied.detach().mul_(-1)
     assert_all_same_bits((w.master, w.q, w.scale, w.q_t), before)
     assert_same_bits(copied.q.float(), -w.q.float())
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("how", ["deepcopy", "file", "older file"])
-def test_copies_of_a_parameter(how: str, requires_grad: bool) -> None:
-    p: Any = nn.Parameter(GroupedTensorWithMaster.quantize(torch.ones(2, 32, 16)), requires_grad)
-    p.note = "kept"
-    twin = COPIES[how](p)
-    assert isinstance(twin, nn.Parameter)
-    assert (twin.requires_grad, twin.note) == (requires_grad, "kept")
-    assert_fresh(twin)
+    assert_fresh(copied)
 
 
 def test_a_file_with_other_numbers_is_refused() -> None:
@@ -845,17 +840,14 @@ def test_record_stream_is_of_all_memory() -> None:
     parts = [part for part in (w.master, w.q, w.scale, w.q_t) if part is not None]
     versions = [part._version for part in parts]
     func = torch.ops.aten.record_stream.default
-    dispatched = torch.library.Library("aten", "IMPL")
-    dispatched.impl("record_stream", lambda t, _: recorded.append(t.data_ptr()), "CPU")
-    try:
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("record_stream", lambda t, _: recorded.append(t.data_ptr()), "CPU")
         func(w, torch.Stream(device="cpu"))
-    finally:
-        dispatched._destroy()
     assert set(recorded) == {part.data_ptr() for part in parts}
     assert [part._version for part in parts] == versions
 
 
-def test_collectives_are_waited_for(tmp_path: Path) -> None:
+def test_collectives_are_waited_for() -> None:
     """NCCL has no work to wait for where it is not asked for one: q_t is made after the others."""
     asked = []
 
@@ -865,13 +857,8 @@ def test_collectives_are_waited_for(tmp_path: Path) -> None:
         asked.append(async_op)
         return tensors, FakeWork().boxed()
 
-    library = torch.library.Library("c10d", "IMPL")
-    library.impl("broadcast_", broadcast, "CPU", allow_override=True)
-    dist.init_process_group("gloo", f"file://{tmp_path}/group", rank=0, world_size=1)
-    try:
+    with torch.library._scoped_library("c10d", "IMPL") as library, one_process():
+        library.impl("broadcast_", broadcast, "CPU", allow_override=True)
         dist.broadcast(GroupedTensorWithMaster.quantize(torch.ones(2, 32, 16)), 0)
-    finally:
-        dist.destroy_process_group()
-        library._destroy()
     assert asked
     assert all(asked)

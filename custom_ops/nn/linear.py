@@ -11,12 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.nn.checks import (
-    check_features,
-    check_flags,
-    check_mx_blocks,
-    check_num_groups,
-)
+from grouped_linear.nn.checks import check_features, check_flags, check_mx_blocks, check_num_groups
 from grouped_linear.nn.from_modules import fill, stack_linears
 from grouped_linear.nn.functional import apply_linear
 from grouped_linear.nn.gradient_accumulation import read_flag

@@ -21,13 +21,7 @@ from grouped_linear.meta_kernels.rules import (
     ceil_div,
     dtype_name,
 )
-from grouped_linear.quantized.keep import (
-    SCALE,
-    as_master,
-    distributed_like,
-    is_dtensor,
-    local_part,
-)
+from grouped_linear.quantized.keep import SCALE, as_master, distributed_like, is_dtensor, local_part
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Recipe
 from grouped_linear.recipes.quantize_weight import QuantizedWeight

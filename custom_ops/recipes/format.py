@@ -12,13 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, FP8, MAX_GROUPS, dtype_name
-from grouped_linear.ops.constants import (
-    constant,
-    is_finite,
-    is_integer,
-    is_number,
-    keep_constants,
-)
+from grouped_linear.ops.constants import constant, is_finite, is_integer, is_number, keep_constants
 
 #: A layer's weight: one tensor [E, N, K], or E tensors [N, K].
 WeightList = tuple[Tensor, ...]

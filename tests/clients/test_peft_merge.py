@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from grouped_linear import Float8BlockScaling, GroupedMLP, convert
 from support.compare import assert_same_bits, assert_same_tensors, bits
+from support.processes import one_process
 
 pytest.importorskip("peft")
 import peft
@@ -189,12 +189,9 @@ def test_a_checkpoint_in_fp8_stays(weights: Any, tmp_path: Path) -> None:
 
 def test_sharded_weights_stay() -> None:
     model = grouped(model_of(), config_of())
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_process():
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         experts = model.base_model.model.model.layers[0].mlp.experts
         for merge in (model.merge_adapter, experts.merge):
             with pytest.raises(ValueError, match=r"^merge: \S+ is sharded: save the adapter"):
                 merge()
-    finally:
-        dist.destroy_process_group()

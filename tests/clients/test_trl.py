@@ -86,11 +86,7 @@ def test_sft(weights: Any, made_by: str, dataset: Any, tmp_path: Path) -> None:
     convert(model, Float8BlockScaling() if weights else None, weights=weights)
     if made_by == "PEFT":
         model, config = peft.get_peft_model(model, config), None
-    arguments = trl.SFTConfig(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=2,
-        **TRAINED,
-    )
+    arguments = trl.SFTConfig(output_dir=str(tmp_path), per_device_train_batch_size=2, **TRAINED)
     rows = [{"text": words_of(row)} for row in dataset]
     trainer = trl.SFTTrainer(
         model,

@@ -31,6 +31,17 @@ def assert_same_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Ten
         assert_same_bits(actual[name], t)
 
 
+def outcome(y: Tensor, leaves: Iterable[Tensor]) -> list[Tensor]:
+    """y, and the gradients of the sum of its squares."""
+    return [y, *torch.autograd.grad(y.float().square().sum(), [*leaves])]
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The norm of the difference beside that of the tensor, which may be zero."""
+    a, e = (t.detach().double() for t in (actual, expected))
+    return float((a - e).norm() / e.norm().clamp(1e-30))
+
+
 def within(actual: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
     return bool(((actual.double() - expected).abs() <= tolerance).all())  # NaN is not
 

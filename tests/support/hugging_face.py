@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from support.tensors import FP32
 
 VOCABULARY = 64
+IDS = torch.arange(14).reshape(2, 7)
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -78,6 +79,18 @@ def model_of(family: str, device: str, dtype: torch.dtype = FP32) -> nn.Module:
     for parameter in made.parameters():  # the library's 0.02 leaves experts without influence
         nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
     return made.to(device, dtype)
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    """Of IDS."""
+    return model(IDS).logits
+
+
+def frozen_names(model: nn.Module) -> set[str]:
+    """The names of weights in few bits, not those of their scales."""
+    names = {n for n, p in model.named_parameters() if p.dtype == torch.uint8}
+    return {n for n in names if not n.endswith("_scale_inv")}
 
 
 def tokens(device: str, *shape: int) -> Tensor:

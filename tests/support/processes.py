@@ -189,6 +189,16 @@ def started(
         yield mp.start_processes(function, arguments, processes, join=False, start_method=method)
 
 
+@contextmanager
+def one_process(backend: str = "gloo") -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def join(context: mp.ProcessContext, seconds: float) -> None:
     """Wait for processes that torch.multiprocessing started.
 

@@ -89,6 +89,13 @@ class Routed(nn.Module):
         return self.mlp(x, self.score, experts_of(m_splits, T), first)
 
 
+def make_mlp(recipe: Recipe | None, dtype: torch.dtype, device: str, **options: Any) -> Routed:
+    torch.manual_seed(0)
+    # Under a recipe weights are float32, so that gradients are, as main_grad is.
+    like: dict[str, Any] = {"dtype": FP32 if recipe else dtype, "device": device}
+    return Routed(GroupedMLP(E, K, N, recipe=recipe, **options, **like))
+
+
 def batches(dtype: torch.dtype, device: str, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """x, m_splits and dy, with an empty group, and NaN past the last row."""
     generator = torch.Generator().manual_seed(1)
@@ -381,12 +388,7 @@ def flag_of(kind: str, first: bool, device: str) -> Any:
 
 
 def run(
-    make: Make,
-    feature: Feature,
-    mode: Mode,
-    recipe: Recipe | None,
-    dtype: torch.dtype,
-    device: str,
+    make: Make, feature: Feature, mode: Mode, recipe: Recipe | None, dtype: torch.dtype, device: str
 ) -> list[Any]:
     """What plain_run gives, by a layer with the feature."""
     layer, results = make(recipe, dtype, device, **feature.options), []
@@ -438,12 +440,7 @@ def refused(feature: Feature, mode: Mode, recipe: Recipe | None) -> str | None:
 
 
 def check(
-    make: Make,
-    feature: Feature,
-    mode: Mode,
-    recipe: Recipe | None,
-    dtype: torch.dtype,
-    device: str,
+    make: Make, feature: Feature, mode: Mode, recipe: Recipe | None, dtype: torch.dtype, device: str
 ) -> None:
     """The feature in the mode has the bits of a plain run, or is refused."""
     sentence = refused(feature, mode, recipe)

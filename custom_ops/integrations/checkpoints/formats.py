@@ -18,11 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import FineGrainedFP8Config
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightRenaming,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import PrefixChange, WeightRenaming, revert_weight_conversion
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer

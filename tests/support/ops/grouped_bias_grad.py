@@ -19,8 +19,5 @@ def expected(sample: Sample) -> Outputs:
 
 
 OP = OpInfo(
-    sample=sample,
-    expected=expected,
-    variants=variants.LAYOUTS,
-    too_large=(({"dy": 0}, {}),),
+    sample=sample, expected=expected, variants=variants.LAYOUTS, too_large=(({"dy": 0}, {}),)
 )

@@ -47,10 +47,6 @@ OP = OpInfo(
         "low_out_fp32": {"r": 80, "bias": True, "out_dtype": FP32},
     },
     every_tensor="low",
-    too_large=(
-        ({"a": 0}, {}),
-        ({"a": 0}, {"gathers": "rows"}),
-        ({"rows": 0}, {"gathers": "rows"}),
-    ),
+    too_large=(({"a": 0}, {}), ({"a": 0}, {"gathers": "rows"}), ({"rows": 0}, {"gathers": "rows"})),
     benchmark="bench_grouped_mm",
 )

@@ -24,11 +24,7 @@ def expected(sample: Sample) -> Outputs:
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    variants={
-        **variants.MAIN_GRAD,
-        **variants.GATHERED_OPERANDS,
-        "views": {"per_expert": False},
-    },
+    variants={**variants.MAIN_GRAD, **variants.GATHERED_OPERANDS, "views": {"per_expert": False}},
     every_tensor="overwrite",
     shares_kernels=True,
     too_large=(({"dy": 0}, {"gathers": "dy_rows"}),),

@@ -24,10 +24,7 @@ def expected(sample: Sample) -> Outputs:
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    variants={
-        **variants.MAIN_GRAD,
-        "views": {"per_expert": False, "overwrite": True},
-    },
+    variants={**variants.MAIN_GRAD, "views": {"per_expert": False, "overwrite": True}},
     every_tensor="overwrite",
     shares_kernels=True,
 )

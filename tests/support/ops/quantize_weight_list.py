@@ -22,11 +22,7 @@ def expected(sample: Sample) -> Outputs:
 OP = OpInfo(
     sample=sample,
     expected=expected,
-    variants={
-        "rowwise": {"columnwise": False},
-        "exact_scales": variants.EXACT,
-        **variants.STRIDES,
-    },
+    variants={"rowwise": {"columnwise": False}, "exact_scales": variants.EXACT, **variants.STRIDES},
     shares_kernels=True,
     benchmark="bench_group_quantize",
 )
