@@ -379,16 +379,19 @@ def check_meta(options: dict[str, Any], rank: int, directory: Path) -> None:
 
 
 def check_counts_from_zero(rank: int, directory: Path) -> None:
-    """Not from what new memory holds: on leaving meta, and where parameters are drawn."""
-    mlp = GroupedMLP(E, H, F, device="meta")
-    mlp = parallelize_module(mlp, mesh(), ExpertParallel(capacity_factor=4.0)).to("meta")
+    """Not from what new memory holds, whether the count was on meta; and where they are drawn."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors are filled
-    mlp.to_empty(device=device())
-    assert mlp.dispatcher is not None
-    assert mlp.dispatcher.dropped == 0  # parameters may come from a checkpoint
-    mlp.to_empty(device=device())
+    for moved in ("meta", device()):
+        mlp = GroupedMLP(E, H, F, device="meta")
+        mlp = parallelize_module(mlp, mesh(), ExpertParallel(capacity_factor=4.0))
+        assert mlp.dispatcher is not None
+        mlp.dispatcher.to(moved)
+        mlp.to_empty(device=device())
+        assert mlp.dispatcher.dropped == 0  # parameters may come from a checkpoint
     torch.use_deterministic_algorithms(False)
-    assert mlp.dispatcher.dropped != 0
+    mlp.dispatcher.dropped.fill_(5)
+    mlp.to_empty(device=device())
+    assert mlp.dispatcher.dropped == 5
     mlp.reset_parameters()
     x, logits, _ = (t[own(rank)] for t in tokens())
     mlp(x, *route(logits))

@@ -107,11 +107,11 @@ class _StaticDispatcher(TokenDispatcher):
         self.dropped.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_StaticDispatcher":
-        """Follow the model to another device. A count that leaves the meta device had no value."""
-        was_meta = self.dropped.is_meta
+        """Follow the model to another device, with the count, which has no value on meta."""
+        before = self.dropped
         super()._apply(fn, recurse)
-        if was_meta and not self.dropped.is_meta:
-            self.reset()
+        if not (self.dropped is before or self.dropped.is_meta):  # to_empty's holds anything
+            self.dropped.copy_(torch.zeros_like(self.dropped) if before.is_meta else before)
         return self
 
     def require(self, device_type: str) -> None:
