@@ -948,6 +948,19 @@ start group_quantize grouped_scaled_mm_wgrad wait_tensor gather_sum wait_tensor"
     )
 
 
+@pytest.mark.parametrize("factor", [0.7, 1, 1.1, 1e-300, 1e300])
+def test_capacity_of_many_choices(factor: float) -> None:
+    """Graphs of dynamic shapes compute it in 64 bits, as this tensor does."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dispatcher = AllGather(init_device_mesh("cpu", (1,)), E, capacity_factor=factor)
+    finally:
+        dist.destroy_process_group()
+    many = 10 * 2**27
+    most = {0.7: 7 * 2**27, 1e-300: 2**27 * 10 // 2**20}.get(factor, many)
+    assert dispatcher.capacity(torch.tensor(many)) == most
+
+
 def test_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_symmetric_memory, "is_nvshmem_available", lambda: False)
     made = AllToAllV.__new__(AllToAllV)

@@ -7,6 +7,7 @@ experts, L = E / D of them on a process, H features.
 
 import inspect
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -118,10 +119,15 @@ class _StaticDispatcher(TokenDispatcher):
         """Raise RuntimeError for devices on which this way does not work."""
 
     def capacity(self, count: int, processes: int = 1) -> int:
-        """``ceil(capacity_factor * count / processes)``, in integers: a count may be symbolic."""
+        """``ceil(capacity_factor * count / processes)``, in integers: a count may be symbolic.
+
+        Compiled code computes it in 64 bits, so the factor is a fraction of small ones. As many
+        processes have room for all.
+        """
         assert self.capacity_factor is not None
-        numerator, denominator = float(self.capacity_factor).as_integer_ratio()
-        return ceil_div(count * numerator, denominator * processes)
+        factor = min(max(float(self.capacity_factor), 2**-20), self.group.size)
+        ratio = Fraction(factor).limit_denominator(2**20)
+        return ceil_div(count * ratio.numerator, ratio.denominator * processes)
 
     def exchange(self, expert_TC: Tensor) -> Exchange | VariableExchange:
         """Which tokens go where. Choices that are dropped are counted in ``dropped``."""
