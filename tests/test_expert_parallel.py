@@ -380,16 +380,19 @@ def check_meta(options: dict[str, Any], rank: int, directory: Path) -> None:
 
 
 def check_counts_from_zero(rank: int, directory: Path) -> None:
-    """Not from what new memory holds: on leaving meta, and where parameters are drawn."""
-    mlp = GroupedMLP(E, H, F, device="meta")
-    mlp = parallelize_module(mlp, mesh(), ExpertParallel(capacity_factor=4.0)).to("meta")
+    """Not from what new memory holds, whether the count was on meta; and where they are drawn."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors are filled
-    mlp.to_empty(device=device())
-    assert mlp.dispatcher is not None
-    assert mlp.dispatcher.dropped == 0  # parameters may come from a checkpoint
-    mlp.to_empty(device=device())
+    for moved in ("meta", device()):
+        mlp = GroupedMLP(E, H, F, device="meta")
+        mlp = parallelize_module(mlp, mesh(), ExpertParallel(capacity_factor=4.0))
+        assert mlp.dispatcher is not None
+        mlp.dispatcher.to(moved)
+        mlp.to_empty(device=device())
+        assert mlp.dispatcher.dropped == 0  # parameters may come from a checkpoint
     torch.use_deterministic_algorithms(False)
-    assert mlp.dispatcher.dropped != 0
+    mlp.dispatcher.dropped.fill_(5)
+    mlp.to_empty(device=device())
+    assert mlp.dispatcher.dropped == 5
     mlp.reset_parameters()
     x, logits, _ = (t[own(rank)] for t in tokens())
     mlp(x, *route(logits))
@@ -932,6 +935,19 @@ start wait_tensor group_quantize group_quantize grouped_scaled_mm
 group_quantize_swiglu_grad start grouped_scaled_mm_wgrad grouped_scaled_mm gather_sum
 start group_quantize grouped_scaled_mm_wgrad wait_tensor gather_sum wait_tensor""",
     )
+
+
+@pytest.mark.parametrize("factor", [0.7, 1, 1.1, 1e-300, 1e300])
+def test_capacity_of_many_choices(factor: float) -> None:
+    """Graphs of dynamic shapes compute it in 64 bits, as this tensor does."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dispatcher = AllGather(init_device_mesh("cpu", (1,)), E, capacity_factor=factor)
+    finally:
+        dist.destroy_process_group()
+    many = 10 * 2**27
+    most = {0.7: 7 * 2**27, 1e-300: 2**27 * 10 // 2**20}.get(factor, many)
+    assert dispatcher.capacity(torch.tensor(many)) == most
 
 
 def test_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:

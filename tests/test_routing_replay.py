@@ -596,6 +596,13 @@ def test_activation_checkpointing(device: str) -> None:
         loss = model(ids).logits.square().mean()
     with pytest.raises(CheckpointError, match="different number of tensors"):
         loss.backward()
+    with replay_routing(model, experts):
+        loss = model(ids).logits.square().mean()
+    with (
+        pytest.raises(ValueError, match=r"in another context .* call backward\(\) in that one"),
+        replay_routing(model, experts.flip(0)),
+    ):
+        (loss + model(ids).logits.mean()).backward()
     model.activation_checkpointing_enable({"use_reentrant": True})
     with replay_routing(model, experts):
         assert_same_tensors(step(model, model, ids), expected)

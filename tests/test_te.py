@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import GroupedLinear, Recipe, te
 from support.compare import assert_all_same_bits, assert_same_bits
@@ -126,6 +127,11 @@ def test_bias_that_is_returned_still_learns() -> None:
     (y + bias[0]).sum().backward()
     assert layer.bias.grad[0].tolist() == 32 * [7.0]
     assert not layer.bias.grad[1:].any()
+    x = torch.ones(7, 16, requires_grad=True)
+    y, bias = checkpoint(layer, x, [3, 0, 4], use_reentrant=True)
+    assert layer.bias.is_leaf
+    (y + bias[0]).sum().backward()
+    assert layer.bias.grad[0].tolist() == 32 * [14.0]
 
 
 # --- a parameter an expert -----------------------------------------------------------------------

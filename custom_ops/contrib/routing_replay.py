@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
+from itertools import count
 from types import MethodType
 from typing import Any
 
@@ -25,6 +26,7 @@ from grouped_linear.contrib.layers import check_positive
 from grouped_linear.nn.checks import check_model
 
 TOPK = torch.topk, Tensor.topk
+_numbers = count()  # of contexts
 INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 
 
@@ -418,6 +420,7 @@ class _Context(_State):
         self.op, self.layers, self.replays, self.pads = op, layers, pads is not None, pads
         _, self.B, self.S, self.C = experts.shape
         self.columns, self.with_grad = None, False
+        self.number = torch.tensor(next(_numbers), device="cpu")
         device = next(model.parameters()).device
         with torch.inference_mode(False):
             tokens = torch.full((self.B, self.S + 1), -1, device=device)
@@ -641,5 +644,33 @@ class _Choose(TorchFunctionMode):
                 # Two indices where topk saves one tensor: a recompute without the replay then has
                 # fewer saved tensors than the forward, and torch.utils.checkpoint says so.
                 row_T1 = torch.arange(scores.size(0), device=scores.device)[:, None]
-                return torch.return_types.topk((scores[row_T1, experts_TC], experts_TC))
+                chosen_TC = scores[row_T1, experts_TC]
+                if chosen_TC.requires_grad and not torch.compiler.is_compiling():
+                    chosen_TC = _SameContext.apply(chosen_TC, layer.context.number)
+                return torch.return_types.topk((chosen_TC, experts_TC))
         return func(*args, **kwargs)
+
+
+class _SameContext(torch.autograd.Function):
+    """Scores as they are. What it saves comes from a recompute, which may be in another context.
+
+    Its number shows that then. Numbers are on the CPU, where reading one waits for nothing.
+    """
+
+    @staticmethod
+    def forward(scores: Tensor, number: Tensor) -> Tensor:
+        return scores.clone()  # which routers divide in place
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.number = inputs[1].item()
+
+    @staticmethod
+    def backward(ctx: Any, d_scores: Tensor) -> tuple[Tensor, None]:
+        if ctx.saved_tensors[0].item() != ctx.number:
+            raise ValueError(
+                "replay_routing: activation checkpointing has run a router again in another "
+                "context than its forward's: call backward() in that one"
+            )
+        return d_scores, None

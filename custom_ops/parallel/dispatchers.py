@@ -7,6 +7,7 @@ experts, L = E / D of them on a process, H features.
 
 import inspect
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -107,21 +108,26 @@ class _StaticDispatcher(TokenDispatcher):
         self.dropped.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_StaticDispatcher":
-        """Follow the model to another device. A count that leaves the meta device had no value."""
-        was_meta = self.dropped.is_meta
+        """Follow the model to another device, with the count, which has no value on meta."""
+        before = self.dropped
         super()._apply(fn, recurse)
-        if was_meta and not self.dropped.is_meta:
-            self.reset()
+        if not (self.dropped is before or self.dropped.is_meta):  # to_empty's holds anything
+            self.dropped.copy_(torch.zeros_like(self.dropped) if before.is_meta else before)
         return self
 
     def require(self, device_type: str) -> None:
         """Raise RuntimeError for devices on which this way does not work."""
 
     def capacity(self, count: int, processes: int = 1) -> int:
-        """``ceil(capacity_factor * count / processes)``, in integers: a count may be symbolic."""
+        """``ceil(capacity_factor * count / processes)``, in integers: a count may be symbolic.
+
+        Compiled code computes it in 64 bits, so the factor is a fraction of small ones. As many
+        processes have room for all.
+        """
         assert self.capacity_factor is not None
-        numerator, denominator = float(self.capacity_factor).as_integer_ratio()
-        return ceil_div(count * numerator, denominator * processes)
+        factor = min(max(float(self.capacity_factor), 2**-20), self.group.size)
+        ratio = Fraction(factor).limit_denominator(2**20)
+        return ceil_div(count * ratio.numerator, ratio.denominator * processes)
 
     def exchange(self, expert_TC: Tensor) -> Exchange | VariableExchange:
         """Which tokens go where. Choices that are dropped are counted in ``dropped``."""

@@ -229,7 +229,8 @@ class GroupedLinear(linear.GroupedLinear):
         y = apply_linear(x, m_splits, given, self.save_original_input, later)
         if not self.return_bias:
             return y
-        return y, None if bias is None else bias.to(y.dtype)
+        # A view: a reentrant checkpoint that returns a parameter itself makes it no leaf any more.
+        return y, None if bias is None else bias.view_as(bias).to(y.dtype)
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that the oldest backward deferred.
