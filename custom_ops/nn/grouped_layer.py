@@ -99,9 +99,17 @@ class GroupedLayer(KeepsFrozen):
             if not before.requires_grad:
                 param.requires_grad_(False)
         super().register_parameter(name, param)
-        own = self._parameters[name]  # accelerate's init_empty_weights registers another
-        device = torch.device("meta") if own is None else own.device
-        for kept in self.children() if device.type != "meta" else ():
+        self._leave_meta()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load. torch may swap parameters for what it assigns, and then registers none."""
+        super()._load_from_state_dict(*args, **kwargs)
+        self._leave_meta()
+
+    def _leave_meta(self) -> None:
+        """Move state and cache from the meta device to where a parameter is."""
+        device = next((p.device for p in self.parameters() if not p.is_meta), None)
+        for kept in self.children() if device is not None else ():
             if isinstance(kept, DelayedScalingState | WeightCache):
                 # Scales may have been loaded before the weight.
                 kept._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
