@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.autograd.projection import Projection
+from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.nn.checks import check_flags, check_parameters_dtype, check_recipe
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.gradient_accumulation import main_grad_of
@@ -92,7 +93,8 @@ class GroupedLayer(KeepsFrozen):
         before: Any = self._parameters.get(name)
         was_meta = before is not None and before.is_meta
         if was_meta and param is not None and not param.is_meta:
-            if isinstance(before, GroupedTensorWithMaster) and type(param) is nn.Parameter:
+            is_plain = type(param) is nn.Parameter and param.dtype in ACTIVATIONS  # no bytes
+            if isinstance(before, GroupedTensorWithMaster) and is_plain:
                 attributes = vars(param)
                 param = nn.Parameter(as_master(before, param.detach()), param.requires_grad)
                 vars(param).update(attributes)
