@@ -474,13 +474,14 @@ def test_a_pickle_has_the_weight_alone(recipe: Recipe | None) -> None:
     assert len(pickle.dumps(layer)) < layer.weight.nbytes + 8000
 
 
-@pytest.mark.parametrize("way", ["to_empty", "assign", "attributes"])
+@pytest.mark.parametrize("way", ["to_empty", "assign", "swap", "attributes"])
 @EVERY_LAYER_AND_RECIPE
-def test_meta_device(make: Make, recipe: Recipe, way: str) -> None:
+def test_meta_device(make: Make, recipe: Recipe, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No state dict has the cache, and a checkpoint may have no scales."""
     layer, right = make(recipe, "meta"), make(recipe)
     state = {name: t for name, t in right.state_dict().items() if "_state." not in name}
-    if way == "assign":
+    if way in ("assign", "swap"):
+        monkeypatch.setattr("torch.__future__._swap_module_params_on_conversion", way == "swap")
         layer.load_state_dict(state, strict=False, assign=True)
     elif way == "attributes":  # as transformers' from_pretrained sets them
         for name, t in state.items():

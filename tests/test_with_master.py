@@ -759,6 +759,15 @@ def test_a_plain_weight_that_is_assigned_on_the_meta_device(name: str) -> None:
     assert_same_bits(layer.weight.master, given.detach())
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_bytes_that_are_assigned_on_the_meta_device_are_no_master(dtype: torch.dtype) -> None:
+    """Their scales are elsewhere, so their numbers are not the weight's."""
+    layer = GroupedLinear(E, K, N, weights="both", device="meta", bias=False)
+    layer.weight = nn.Parameter(torch.ones(E, N, K).to(dtype), requires_grad=False)
+    with pytest.raises(RuntimeError, match="weight must be bfloat16, float16 or float32, got"):
+        layer(torch.ones(E, K), [1] * E)
+
+
 class Writes(RuleBasedStateMachine):
     """Sequences of writes, with forwards, backwards, compiled calls and graphs between them."""
 

@@ -420,9 +420,9 @@ class _Context(_State):
         self.op, self.layers, self.replays, self.pads = op, layers, pads is not None, pads
         _, self.B, self.S, self.C = experts.shape
         self.columns, self.with_grad = None, False
-        self.number = torch.tensor(next(_numbers), device="cpu")
         device = next(model.parameters()).device
         with torch.inference_mode(False):
+            self.number = torch.tensor(next(_numbers), device="cpu")
             tokens = torch.full((self.B, self.S + 1), -1, device=device)
             self.register_buffer("experts", pad(experts, (0, 0, 0, 1)).to(device))
             self.register_buffer("tokens", tokens)
@@ -589,7 +589,11 @@ class _Layer(_State):
                 f"{self.where}: {type(self.router).__name__} chooses its {self.num_chosen} of "
                 f"{self.num_experts} experts in a way that is not known"
             )
-        return output
+        self.check(isinstance(output, tuple) and len(output) > 2)
+        logits, weights, *others = output  # not topk's values: some routers take its indices alone
+        if weights.requires_grad and not torch.compiler.is_compiling():
+            weights = _SameContext.apply(weights, context.number)
+        return logits, weights, *others
 
     def experts_of(self, T: int) -> Tensor:
         """[B, n, C] of a call; ValueError unless its router gets all tokens."""
@@ -644,22 +648,19 @@ class _Choose(TorchFunctionMode):
                 # Two indices where topk saves one tensor: a recompute without the replay then has
                 # fewer saved tensors than the forward, and torch.utils.checkpoint says so.
                 row_T1 = torch.arange(scores.size(0), device=scores.device)[:, None]
-                chosen_TC = scores[row_T1, experts_TC]
-                if chosen_TC.requires_grad and not torch.compiler.is_compiling():
-                    chosen_TC = _SameContext.apply(chosen_TC, layer.context.number)
-                return torch.return_types.topk((chosen_TC, experts_TC))
+                return torch.return_types.topk((scores[row_T1, experts_TC], experts_TC))
         return func(*args, **kwargs)
 
 
 class _SameContext(torch.autograd.Function):
-    """Scores as they are. What it saves comes from a recompute, which may be in another context.
+    """Weights as they are. What it saves comes from a recompute, which may be in another context.
 
     Its number shows that then. Numbers are on the CPU, where reading one waits for nothing.
     """
 
     @staticmethod
-    def forward(scores: Tensor, number: Tensor) -> Tensor:
-        return scores.clone()  # which routers divide in place
+    def forward(weights: Tensor, number: Tensor) -> Tensor:
+        return weights.clone()  # which experts may write
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -667,10 +668,10 @@ class _SameContext(torch.autograd.Function):
         ctx.number = inputs[1].item()
 
     @staticmethod
-    def backward(ctx: Any, d_scores: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, d_weights: Tensor) -> tuple[Tensor, None]:
         if ctx.saved_tensors[0].item() != ctx.number:
             raise ValueError(
                 "replay_routing: activation checkpointing has run a router again in another "
                 "context than its forward's: call backward() in that one"
             )
-        return d_scores, None
+        return d_weights, None

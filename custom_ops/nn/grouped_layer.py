@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.autograd.projection import Projection
+from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.nn.checks import check_flags, check_parameters_dtype, check_recipe
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.gradient_accumulation import main_grad_of
@@ -92,16 +93,25 @@ class GroupedLayer(KeepsFrozen):
         before: Any = self._parameters.get(name)
         was_meta = before is not None and before.is_meta
         if was_meta and param is not None and not param.is_meta:
-            if isinstance(before, GroupedTensorWithMaster) and type(param) is nn.Parameter:
+            is_plain = type(param) is nn.Parameter and param.dtype in ACTIVATIONS  # no bytes
+            if isinstance(before, GroupedTensorWithMaster) and is_plain:
                 attributes = vars(param)
                 param = nn.Parameter(as_master(before, param.detach()), param.requires_grad)
                 vars(param).update(attributes)
             if not before.requires_grad:
                 param.requires_grad_(False)
         super().register_parameter(name, param)
-        own = self._parameters[name]  # accelerate's init_empty_weights registers another
-        device = torch.device("meta") if own is None else own.device
-        for kept in self.children() if device.type != "meta" else ():
+        self._leave_meta()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load. torch may swap parameters for what it assigns, and then registers none."""
+        super()._load_from_state_dict(*args, **kwargs)
+        self._leave_meta()
+
+    def _leave_meta(self) -> None:
+        """Move state and cache from the meta device to where a parameter is."""
+        device = next((p.device for p in self.parameters() if not p.is_meta), None)
+        for kept in self.children() if device is not None else ():
             if isinstance(kept, DelayedScalingState | WeightCache):
                 # Scales may have been loaded before the weight.
                 kept._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
