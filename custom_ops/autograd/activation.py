@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from grouped_linear import ops
 from grouped_linear.autograd.gemm import Gemm
@@ -20,6 +19,7 @@ from grouped_linear.ops.activation import Activation, SwiGLU
 from grouped_linear.recipes import Format, Operands
 from grouped_linear.recipes.format import ROWWISE, call_without_writes
 from grouped_linear.recipes.quantize import SwigluGradOf, SwigluOf, quantize
+from grouped_linear.recipes.quantize_weight import in_dispatch_mode
 
 
 class MLPConfig(NamedTuple):
@@ -36,7 +36,7 @@ class MLPConfig(NamedTuple):
         if gate_up_RG is None or not self.save_in_fp8:
             return gate_up_RG, None
         if self.activation.swiglu is not None:
-            if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
+            if in_dispatch_mode():
                 gate_up_RG = gate_up_RG.clone()  # selective checkpointing may keep a GEMM's output
             _decide_limit_(gate_up_RG, self.activation.swiglu)
         # Explicit: Dynamo makes an input of a float default, as of a number of an activation.

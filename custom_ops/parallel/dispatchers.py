@@ -111,8 +111,12 @@ class _StaticDispatcher(TokenDispatcher):
         """Follow the model to another device, with the count, which has no value on meta."""
         before = self.dropped
         super()._apply(fn, recurse)
-        if not (self.dropped is before or self.dropped.is_meta):  # to_empty's holds anything
-            self.dropped.copy_(torch.zeros_like(self.dropped) if before.is_meta else before)
+        if self.dropped is before or self.dropped.is_meta:
+            return self
+        if before.is_meta:
+            self.reset()
+        else:
+            self.dropped.copy_(before)  # to_empty's holds anything
         return self
 
     def require(self, device_type: str) -> None:
@@ -121,8 +125,8 @@ class _StaticDispatcher(TokenDispatcher):
     def capacity(self, count: int, processes: int = 1) -> int:
         """``ceil(capacity_factor * count / processes)``, in integers: a count may be symbolic.
 
-        Compiled code computes it in 64 bits, so the factor is a fraction of small ones. As many
-        processes have room for all.
+        Compiled code computes it in 64 bits, so the factor is rounded to a fraction whose
+        denominator is at most 2 ** 20. The number of processes as a factor has room for all.
         """
         assert self.capacity_factor is not None
         factor = min(max(float(self.capacity_factor), 2**-20), self.group.size)

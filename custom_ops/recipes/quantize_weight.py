@@ -60,6 +60,11 @@ def is_transposed(w_ENK: Tensor) -> bool:
     return not w_ENK.is_contiguous() and w_ENK.mT.is_contiguous()
 
 
+def in_dispatch_mode() -> bool:
+    """Whether a mode, as of selective checkpointing, may keep the results of ops in eager code."""
+    return not torch.compiler.is_compiling() and is_in_torch_dispatch_mode()
+
+
 def quantize_weight(weights: WeightList, format: Format, layouts: Layouts) -> Operands:
     """Make a weight, [E, N, K] or E of [N, K], ready for fprop (rowwise) and dgrad (columnwise).
 
@@ -82,8 +87,7 @@ def quantize_weight(weights: WeightList, format: Format, layouts: Layouts) -> Op
     # mode, as selective activation checkpointing is, may store an op's results and skip the op in
     # the recomputation. An op that fills tensors returns nothing to store: skipped, it would leave
     # new tensors unfilled.
-    in_mode = not torch.compiler.is_compiling() and is_in_torch_dispatch_mode()
-    if format.quantize is None and (is_list or format.scaling == "mx") and not in_mode:
+    if format.quantize is None and (is_list or format.scaling == "mx") and not in_dispatch_mode():
         *_, N, K = weights[0].shape
         E = len(weights) if is_list else len(weights[0])
         quantized = new_weight(format, E, N, K, weights[0].device, columnwise)
