@@ -2,6 +2,7 @@
 """Qwen3-30B-A3B, whole, on several GPUs: tokens a second, share of peak, memory, losses.
 
     python -m benchmarks.parallel_30b --gpus 4 --write
+    python -m benchmarks.parallel_30b --gpus 2 --compiled --sequences 4 --step-in-backward --write
     python -m benchmarks.parallel_30b --gpus 4 --layers 12 --restart /tmp --write
 
 transformers' model at its published sizes, with random weights, learns Python source, a byte as a
@@ -18,20 +19,23 @@ of BF16 also where products are FP8. A step's time is the median; the last proce
 Each way has new processes, so that one that fails is a row with the reason. With --restart each
 trains again from a checkpoint of half its steps, with deterministic kernels throughout.
 --accumulate sums gradients of so many batches of --sequences before AdamW: NeMo's figure is of 16
-batches of 4.
+batches of 4. --step-in-backward has AdamW update each parameter as soon as its gradient is there,
+so that gradients of few layers are in memory. --write replaces rows of the same options.
 
 A batches, B sequences of S tokens, E experts, C chosen for a token, L of them here, H and F
 features, R rows.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from datetime import timedelta
+from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +82,14 @@ SIZES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
     },
 }
+COLUMNS = [
+    *("form", "experts", "options", "s a step", "tokens/s a GPU", "MFU", "of torch's"),
+    *("held, GiB", "peak, GiB", "dropped", "step: loss", "restart differs by", "commit", "date"),
+]
+HOW = """Qwen3-30B-A3B on several GPUs (`benchmarks/parallel_30b.py` says how). Of torch's is the
+share of tokens/s of torch's experts in the same command. Held and peak are of one GPU. NeMo
+Automodel: 12,040 tokens/s a GPU (BF16, 8 H100, 16 batches of 4 sequences of 4096)."""
 PEAK = 989e12  # H100 and H200 SXM, dense BF16 (NVIDIA's data sheets)
-# NeMo Automodel's performance summary: BF16, 8 H100, its own forced balance.
-ANCHOR = 12040
 WARM, RATE, CHARACTERS = 5, 3e-4, 20_000_000
 LOGITS = 1024  # tokens whose logits are in memory: 1.5 GiB with their gradient
 
@@ -96,9 +105,18 @@ class Options:
     accumulate: int = 1
     steps: int = 50
     kept: int = 0
+    step_in_backward: bool = False
     compiled: bool = False
     learned_routing: bool = False
     restart: str | None = None
+
+    def flags(self) -> str:
+        """Those that are not the defaults, as the command has them."""
+        given = {k: v for k, v in asdict(self).items() if v != getattr(Options, k)}
+        words = (
+            f"--{k.replace('_', '-')}" + ("" if v is True else f" {v}") for k, v in given.items()
+        )
+        return " ".join(words)
 
 
 @dataclass
@@ -267,26 +285,33 @@ def train(
     model.draw(device)
     of_experts = parallel_training.experts_of(model)
     rest = [p for p in model.parameters() if p not in of_experts]
-    groups: Any = [{"params": rest}, {"params": list(of_experts)}]  # DTensors of two meshes
-    optimizer = torch.optim.AdamW(groups, RATE, fused=True)
+    parts: list[list[Tensor]] = [rest, list(of_experts)]  # DTensors of two meshes
+    if options.step_in_backward:
+        parts = [[p] for part in parts for p in part]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(part, RATE, fused=True) for part in parts
+    ]
+    if options.step_in_backward:
+        for (p,), optimizer in zip(parts, optimizers, strict=True):
+            p.register_post_accumulate_grad_hook(partial(update, optimizer))
     half = options.steps // 2
     if resumed:
-        weights, moments = get_state_dict(model, optimizer)
+        weights, moments = get_state_dict(model, optimizers)
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=saved)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments)
         del weights, moments
     losses, seconds = [], []
     for step in range(half if resumed else 0, options.steps):
         if step == half and saved is not None and not resumed:
-            weights, moments = get_state_dict(model, optimizer)
+            weights, moments = get_state_dict(model, optimizers)
             dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=saved)
             del weights, moments
         if device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
         begin = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, (step + 1) / 10)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / 10)
         random = torch.Generator().manual_seed(step * D + rank)
         first_AB1 = torch.randint(
             len(text) - options.context,
@@ -299,8 +324,8 @@ def train(
             loss = model(text[at_BS1].long()) / options.accumulate
             loss.backward()
             step_loss += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:  # in the backward: of parameters without a gradient by now
+            update(optimizer)
         losses.append(step_loss)
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -322,6 +347,12 @@ def train(
     tokens = batch / ms
     mfu = tokens * flops / PEAK
     return Row(form, experts, ms, tokens, mfu, held, peak, dropped, (curve / D).tolist())
+
+
+def update(optimizer: torch.optim.Optimizer, _: Tensor | None = None) -> None:
+    """Let AdamW update its parameters, whose gradients it frees."""
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def process(
@@ -386,26 +417,16 @@ def apart(whole: list[float], resumed: list[float]) -> float:
     return max(abs(a / b - 1) for a, b in zip(resumed, last, strict=True))
 
 
-def table(rows: list[Row], failed: dict[tuple[str, str], str]) -> str:
-    steps = max((len(row.losses) for row in rows), default=0)
-    shown = [s for s in (1, 10, 25, 50, 100) if s < steps] + [steps]
-    head = ["form", "experts", "s a step", "tokens/s a GPU", "MFU", "of torch's", "held, GiB"]
-    head += ["peak, GiB", "dropped", *(f"loss {s}" for s in shown), "restart differs by"]
-    of_torch = {row.form: row.tokens for row in rows if row.experts == "torch"}
-    cells = [head]
-    for row in rows:
-        share = f"{row.tokens / of_torch[row.form]:.2f}" if row.form in of_torch else "-"
-        cells.append(
-            [
-                *(row.form, row.experts, f"{row.seconds:.3f}", f"{row.tokens:,.0f}"),
-                *(f"{row.mfu:.1%}", share, f"{row.held:.1f}", f"{row.peak:.1f}"),
-                *(f"{row.dropped:.2%}", *(f"{row.losses[s - 1]:.4f}" for s in shown)),
-                "-" if row.apart is None else f"{row.apart:.1e}" if row.apart else "nothing",
-            ]
-        )
-    for way, reason in failed.items():
-        cells.append([*way, reason, *[""] * (len(head) - 3)])
-    return timing.markdown(cells)
+def cells(row: Row, of_torch: dict[str, float]) -> list[str]:
+    """What the record has of a row, but for its way, options, commit and date."""
+    share = f"{row.tokens / of_torch[row.form]:.2f}" if row.form in of_torch else "-"
+    steps = sorted({s for s in (1, 10, 25, 50) if s <= len(row.losses)} | {len(row.losses)})
+    return [
+        *(f"{row.seconds:.3f}", f"{row.tokens:,.0f}", f"{row.mfu:.1%}", share),
+        *(f"{row.held:.1f}", f"{row.peak:.1f}", f"{row.dropped:.2%}"),
+        ", ".join(f"{step}: {row.losses[step - 1]:.4f}" for step in steps),
+        "-" if row.apart is None else f"{row.apart:.1e}" if row.apart else "nothing",
+    ]
 
 
 def main() -> None:
@@ -418,6 +439,7 @@ def main() -> None:
         default = getattr(Options, name)
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
     parser.add_argument("--kept", type=int, default=0, help="layers that are not checkpointed")
+    parser.add_argument("--step-in-backward", action="store_true", help="AdamW in the backward")
     parser.add_argument("--compiled", action="store_true", help="each layer by torch.compile")
     parser.add_argument("--learned-routing", action="store_true", help="in place of balance")
     parser.add_argument("--restart", metavar="FOLDER", help="for a checkpoint: 6 bytes a parameter")
@@ -425,39 +447,29 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--write", action="store_true", help="to benchmarks/results/")
     given = vars(parser.parse_args())
+    if given["step_in_backward"] and given["accumulate"] > 1:
+        parser.error("--step-in-backward keeps no gradient for a second batch: --accumulate 1")
     options = Options(**{name: given[name] for name in Options.__dataclass_fields__})
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic kernels need
-    device = torch.device(given["device"])
-    measured = {"options": asdict(options), "gpus": given["gpus"], "commit": timing.git_commit()}
-    kinds = [name for name in ("restart", "compiled", "kept", "learned_routing") if given[name]]
-    if given["accumulate"] > 1:
-        kinds.append(f"{given['sequences']}x{given['accumulate']}")
-    name = "_".join(["parallel_30b", str(given["gpus"]), *kinds, timing.slug(device)])
-    path = timing.RESULTS / f"{name}.json"
-    rows: dict[tuple[str, str], Row] = {}
-    failed: dict[tuple[str, str], str] = {}
-    if given["write"] and path.exists():  # keep other ways of this code and these options
-        before = json.loads(path.read_text())
-        kept = [Row(**r) for r in before.pop("rows")]
-        rows = {(r.form, r.experts): r for r in kept if before == measured}
-    about = (
-        f"{options}, {given['gpus']} processes. NeMo Automodel: {ANCHOR:,} tokens/s a GPU "
-        "(BF16, 8 H100, sequences of 4096)."
-    )
-    for way in [(form, experts) for form in given["forms"] for experts in given["experts"]]:
+    records: list[list[str]] = []
+    of_torch: dict[str, float] = {}
+    for form, experts in itertools.product(given["forms"], given["experts"]):
         try:
-            row = run(way, options, given["gpus"], given["device"], given["seconds"])
-            rows[way] = row
-            print(f"{way}: {row.tokens:,.0f} tokens/s a GPU, {row.mfu:.1%}", flush=True)
+            row = run((form, experts), options, given["gpus"], given["device"], given["seconds"])
         except Exception as error:
-            failed[way] = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            print(f"{way}: {error}", flush=True)
-        made = list(rows.values())
-        page = timing.page("parallel_30b", about, "parallel_30b", device, table(made, failed))
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            found = [reason, *["-"] * (len(COLUMNS) - 6)]
+        else:
+            if experts == "torch":
+                of_torch[form] = row.tokens
+            found = cells(row, of_torch)
+        made = timing.git_commit(), str(date.today())
+        records.append([form, experts, options.flags(), *found, *made])
+        print(*records[-1], flush=True)
         if given["write"]:  # after each way: a run that is ended leaves what it has
-            path.with_suffix(".md").write_text(page)
-            path.write_text(json.dumps({**measured, "rows": [asdict(r) for r in made]}) + "\n")
-    print(page)
+            name = f"parallel_30b_{given['gpus']}"
+            timing.replace_rows(name, COLUMNS, records, HOW, same=3)
+    print(timing.markdown([COLUMNS, *records]))
 
 
 if __name__ == "__main__":
