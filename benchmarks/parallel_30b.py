@@ -283,6 +283,8 @@ def train(
     else:
         parallel_training.spread(model, mesh, **how)
     model.draw(device)
+    if how is not None:
+        parallel_training.average(model, mesh)
     of_experts = parallel_training.experts_of(model)
     rest = [p for p in model.parameters() if p not in of_experts]
     parts: list[list[Tensor]] = [rest, list(of_experts)]  # DTensors of two meshes
@@ -324,8 +326,11 @@ def train(
             loss = model(text[at_BS1].long()) / options.accumulate
             loss.backward()
             step_loss += loss.detach()
-        for optimizer in optimizers:  # in the backward: of parameters without a gradient by now
-            update(optimizer)
+        if options.step_in_backward:
+            assert all(p.grad is None for p in model.parameters()), "no step in the backward"
+        else:
+            for optimizer in optimizers:
+                update(optimizer)
         losses.append(step_loss)
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -186,17 +186,26 @@ def experts_of(model: nn.Module) -> set[Tensor]:
 
 
 def spread(model: Any, mesh: DeviceMesh, **how: Any) -> None:
-    """As docs/several_gpus.md has it: experts over all processes, FSDP2 of everything else."""
+    """As docs/several_gpus.md has it: experts over all processes, FSDP2 of everything else.
+
+    On the meta device `average` is left to the caller: `to_empty` loses hooks of DTensors.
+    """
+    for mlp in [m for m in model.modules() if isinstance(m, GroupedMLP)]:
+        parallelize_module(mlp, mesh, ExpertParallel(**how))
+    shard(model, mesh, experts_of(model))
+    if not any(p.is_meta for p in experts_of(model)):
+        average(model, mesh)
+
+
+def average(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let experts' gradients be means of all processes, too."""
 
     def mean_of_processes(p: Tensor) -> None:
         assert p.grad is not None
         p.grad.div_(mesh.size())
 
-    for mlp in [m for m in model.modules() if isinstance(m, GroupedMLP)]:
-        parallelize_module(mlp, mesh, ExpertParallel(**how))
-        for p in mlp.parameters():
-            p.register_post_accumulate_grad_hook(mean_of_processes)
-    shard(model, mesh, experts_of(model))
+    for p in experts_of(model):
+        p.register_post_accumulate_grad_hook(mean_of_processes)
 
 
 def shard(model: Any, mesh: DeviceMesh, ignored: Any) -> None:
