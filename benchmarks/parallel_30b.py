@@ -83,10 +83,11 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 COLUMNS = [
-    *("form", "experts", "options", "s a step", "tokens/s a GPU", "MFU", "of torch's"),
+    *("GPUs", "form", "experts", "options", "s a step", "tokens/s a GPU", "MFU", "of torch's"),
     *("held, GiB", "peak, GiB", "dropped", "step: loss", "restart differs by", "commit", "date"),
 ]
-HOW = """Qwen3-30B-A3B on several GPUs (`benchmarks/parallel_30b.py` says how). Of torch's is the
+HOW = """Qwen3-30B-A3B on several GPUs (`benchmarks/parallel_30b.py` says how), with
+`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True TORCH_NCCL_HIGH_PRIORITY=1`. Of torch's is the
 share of tokens/s of torch's experts in the same command. Held and peak are of one GPU. NeMo
 Automodel: 12,040 tokens/s a GPU (BF16, 8 H100, 16 batches of 4 sequences of 4096)."""
 PEAK = 989e12  # H100 and H200 SXM, dense BF16 (NVIDIA's data sheets)
@@ -374,7 +375,7 @@ def process(
     if kind == "cuda":
         torch.cuda.set_device(device)
     if options.restart is not None:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)  # flash attention takes a warning for a no
         torch.backends.cuda.enable_cudnn_sdp(False)  # whose backward adds in any order
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     dist.init_process_group(
@@ -423,7 +424,7 @@ def apart(whole: list[float], resumed: list[float]) -> float:
 
 
 def cells(row: Row, of_torch: dict[str, float]) -> list[str]:
-    """What the record has of a row, but for its way, options, commit and date."""
+    """What the record has of a row, but for GPUs, way, options, commit and date."""
     share = f"{row.tokens / of_torch[row.form]:.2f}" if row.form in of_torch else "-"
     steps = sorted({s for s in (1, 10, 25, 50) if s <= len(row.losses)} | {len(row.losses)})
     return [
@@ -463,17 +464,16 @@ def main() -> None:
             row = run((form, experts), options, given["gpus"], given["device"], given["seconds"])
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            found = [reason, *["-"] * (len(COLUMNS) - 6)]
+            found = [reason, *["-"] * (len(COLUMNS) - 7)]
         else:
             if experts == "torch":
                 of_torch[form] = row.tokens
             found = cells(row, of_torch)
         made = timing.git_commit(), str(date.today())
-        records.append([form, experts, options.flags(), *found, *made])
+        records.append([str(given["gpus"]), form, experts, options.flags(), *found, *made])
         print(*records[-1], flush=True)
         if given["write"]:  # after each way: a run that is ended leaves what it has
-            name = f"parallel_30b_{given['gpus']}"
-            timing.replace_rows(name, COLUMNS, records, HOW, same=3)
+            timing.replace_rows("parallel_30b", COLUMNS, records, HOW, same=4)
     print(timing.markdown([COLUMNS, *records]))
 
 

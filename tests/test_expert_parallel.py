@@ -7,14 +7,11 @@ features.
 
 import copy
 import itertools
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -35,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks import parallel as benchmark
-from benchmarks import parallel_30b, parallel_losses, parallel_peers
+from benchmarks import parallel_30b, parallel_losses
 from benchmarks import parallel_training as training
 from grouped_linear import (
     DelayedScaling,
@@ -45,7 +42,6 @@ from grouped_linear import (
     Lora,
     MXFP8BlockScaling,
     Recipe,
-    grouped_mlp,
     ops,
 )
 from grouped_linear.contrib import compare as compare_with_plain
@@ -691,48 +687,6 @@ def check_benchmark(rank: int, directory: Path) -> None:
     assert benchmark.table(rows).count("\n") == len(rows) + 1
 
 
-def check_peers(rank: int, directory: Path) -> None:
-    """A stand-in for LigerCute has a row, and our results; it takes what LigerCute takes."""
-    of_training, configured = [], []
-
-    def fused(x: Tensor, index: Tensor, weights: Tensor, *given: Any) -> Tensor:
-        gate, up, down, num_experts, chosen = given
-        assert [t.dtype for t in (x, index, weights)] == [BF16, torch.int32, BF16]
-        assert all(t.is_contiguous() for t in (x, index, weights, gate, up, down))
-        assert (num_experts, chosen) == (PROCESSES * len(gate), index.shape[1])
-        assert gate.shape == up.shape == down.mT.shape
-        of_all = (torch.cat(dist_nn.all_gather(w)) for w in (torch.cat([gate, up], dim=1), down))  # type: ignore[no-untyped-call]
-        y = grouped_mlp(x, weights, index, *of_all)
-        if y.requires_grad:  # as LigerCute, which keeps the buffers of one forward
-            assert not of_training
-            of_training.append(y.register_hook(lambda dy: of_training.clear()))
-        return y
-
-    def config(tokens: int, width: int, experts: int, chosen: int, **hosts: int) -> Any:
-        return tokens, width, experts, chosen, hosts
-
-    liger, cute = ModuleType("liger_cute_kernels"), ModuleType("liger_kernel.ops.cute.ops.moe")
-    liger.__spec__ = ModuleSpec(liger.__name__, None)
-    liger.__dict__.update(configure=lambda moe: configured.append(moe), MoEConfig=config)
-    cute.__dict__.update(moe_fused=fused)
-    sys.modules.update({module.__name__: module for module in (liger, cute)})
-    try:
-        rows = parallel_peers.measure(["block", "bf16"], "tiny", "", mesh(), rounds=1)
-    finally:
-        for module in (liger, cute):
-            del sys.modules[module.__name__]
-    size = benchmark.SHAPES["tiny"]
-    hosts = {"num_hosts": 1, "gpus_per_host": PROCESSES}
-    assert configured == [(size.T, size.H, size.E, size.C, hosts)]
-    assert [row.way for row in rows] == [*2 * parallel_peers.OURS, parallel_peers.LIGER]
-    block, _, bf16, _, of_liger = (row.difference for row in rows)
-    assert block == 0
-    assert 1 < bf16 < 10  # of FP8
-    assert abs(of_liger - bf16) < 0.5  # the routing's weights are rounded to bf16
-    assert all(row.forward > 0 and row.forward_tflops > 0 for row in rows)
-    assert parallel_peers.table(rows).count("\n") == len(rows) + 1
-
-
 def check_training_benchmark(rank: int, directory: Path) -> None:
     """Ways over several processes learn the same, and FSDP2 gathers less where it is FP8."""
     ways = "FSDP2", "FSDP2" + training.BOTH, "all_to_all, FP8"
@@ -782,7 +736,7 @@ def check_30b(rank: int, directory: Path) -> None:
         assert row.losses[-1] < row.losses[0]
         assert row.dropped == 0
         assert parallel_30b.apart(rows[0].losses, row.losses) < 3e-3
-    assert len(parallel_30b.cells(rows[0], {"FSDP2": 1.0})) == len(parallel_30b.COLUMNS) - 5
+    assert len(parallel_30b.cells(rows[0], {"FSDP2": 1.0})) == len(parallel_30b.COLUMNS) - 6
     # AdamW in the backward: fewer gradients in memory, the same bits
     for form, experts in (("FSDP2", "block"), ("all_gather", "both")):
         once = replace(options, accumulate=1, steps=3)
@@ -881,7 +835,6 @@ CHECKS: Checks = {
     "refused": check_refused,
     **{f"unequal_tokens_{way}": partial(check_unequal_tokens, way) for way in DISPATCHERS},
     "benchmark": check_benchmark,
-    "peers": check_peers,
     "training_benchmark": check_training_benchmark,
     "losses": check_losses,
     "30b_benchmark": check_30b,
