@@ -738,7 +738,7 @@ def check_30b(rank: int, directory: Path) -> None:
         assert parallel_30b.apart(rows[0].losses, row.losses) < 3e-3
     assert len(parallel_30b.cells(rows[0], {"FSDP2": 1.0})) == len(parallel_30b.COLUMNS) - 6
     # AdamW in the backward: fewer gradients in memory, the same bits
-    for form, experts in (("FSDP2", "block"), ("all_gather", "both")):
+    for form, experts in itertools.product(("FSDP2", "all_gather"), ("block", "both")):
         once = replace(options, accumulate=1, steps=3)
         after, within = (
             parallel_30b.train(form, experts, replace(once, step_in_backward=b), text, mesh())
