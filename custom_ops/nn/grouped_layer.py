@@ -109,10 +109,10 @@ class GroupedLayer(KeepsFrozen):
         self._leave_meta()
 
     def _leave_meta(self) -> None:
-        """Move state and cache from the meta device to where a parameter is."""
+        """Move state, cache and dispatcher from the meta device to where a parameter is."""
         device = next((p.device for p in self.parameters() if not p.is_meta), None)
         for kept in self.children() if device is not None else ():
-            if isinstance(kept, DelayedScalingState | WeightCache):
+            if isinstance(kept, DelayedScalingState | WeightCache | TokenDispatcher):
                 # Scales may have been loaded before the weight.
                 kept._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
 
