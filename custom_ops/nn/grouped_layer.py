@@ -95,9 +95,10 @@ class GroupedLayer(KeepsFrozen):
         if was_meta and param is not None and not param.is_meta:
             is_plain = type(param) is nn.Parameter and param.dtype in ACTIVATIONS  # no bytes
             if isinstance(before, GroupedTensorWithMaster) and is_plain:
-                attributes = vars(param)
-                param = nn.Parameter(as_master(before, param.detach()), param.requires_grad)
-                vars(param).update(attributes)
+                kept: Any = as_master(before, param.detach())
+                if kept.shape == before.shape:
+                    vars(kept).update(vars(param))
+                    param = kept.requires_grad_(param.requires_grad)
             if not before.requires_grad:
                 param.requires_grad_(False)
         super().register_parameter(name, param)
