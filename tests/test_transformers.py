@@ -170,6 +170,22 @@ def test_other_gates_are_heeded(where: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert max(error.values()) < 1e-5
 
 
+@pytest.mark.parametrize("family", ["mixtral", "nemotron_h"])
+def test_activations_of_a_subclass_are_heeded(family: str) -> None:
+    """Whose forward is another than that of the class that is known."""
+    model, ids = model_of(family, "cpu"), tokens("cpu", 3, 7)
+    for module in model.modules():
+        if (act_fn := getattr(module, "act_fn", None)) is not None:
+            forward = type(act_fn).forward
+            half = {"forward": lambda self, x, forward=forward: forward(self, x) / 2}
+            act_fn.__class__ = type("Half", (type(act_fn),), half)
+    found = {}
+    for name in ("eager", "grouped_linear"):
+        model.set_experts_implementation(name)
+        found[name] = train(model, model, ids)
+    assert max(errors(found["grouped_linear"], found["eager"]).values()) < 1e-5
+
+
 # One of each form of the experts: the others have Mixtral's, or GPT-OSS's transposed weights.
 @pytest.mark.parametrize(
     "family", [f for f in FAMILIES if f not in ("qwen3_moe", "deepseek_v3", "aria")]
