@@ -612,8 +612,10 @@ def activation_of(experts: Any) -> Activation | None:
 
 
 def _computes_as(act_fn: Any, *classes: type[nn.Module]) -> bool:
-    """Whether a module has the forward of one of these classes: a subclass may have its own."""
-    return isinstance(act_fn, classes) and type(act_fn).forward in [c.forward for c in classes]
+    """Whether a module computes as one of these classes: a subclass or hooks may do otherwise."""
+    if not isinstance(act_fn, classes) or act_fn._forward_pre_hooks or act_fn._forward_hooks:
+        return False
+    return type(act_fn).forward in [cls.forward for cls in classes]
 
 
 def same_activation(experts: Any, fp8_experts: Any) -> bool:
