@@ -422,7 +422,7 @@ def test_a_checkpoint_in_fp8() -> None:
     model = mixtral(intermediate_size=128, moe_intermediate_size=128)
     in_fp8 = replace_with_fp8_linear(model, quantization_config=FineGrainedFP8Config())
     done = convert(in_fp8, Float8BlockScaling())
-    assert {one.weights for one in done.converted} == {"FP8 as loaded"}
+    assert {one.weights for one in done.converted} == {"frozen in FP8 as loaded"}
     loaded = in_fp8.to_empty(device="cpu")
     for p in loaded.parameters():
         p.data = torch.rand(p.shape).to(p.dtype)
@@ -432,7 +432,7 @@ def test_a_checkpoint_in_fp8() -> None:
     y = experts(x, chosen, scores)
     for _ in range(2):
         done = convert(loaded, Float8BlockScaling(), weights="fp8")
-        assert {one.weights for one in done.converted} == {"FP8"}
+        assert {one.weights for one in done.converted} == {"frozen in FP8"}
     for copied in (experts, deepcopy(experts), pickle.loads(pickle.dumps(experts))):
         for key, t in copied.state_dict().items():
             as_loaded = t.view(before[key].dtype).reshape(before[key].shape)

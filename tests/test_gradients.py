@@ -577,21 +577,31 @@ def test_selective_checkpointing_that_keeps_gemms(form: str, recipe: Recipe | No
     [
         {"lora": Lora(8, alpha=16)},
         {"save_gate_up_in_fp8": True, "activation": SwiGLU(limit=0.1)},
+        {"save_gate_up_in_fp8": True, "activation": SwiGLU(limit=0.1, interleaved=True)},
     ],
-    ids=["scaled_adapter", "limit_in_fp8"],
+    ids=["scaled_adapter", "limit_in_fp8", "interleaved_limit_in_fp8"],
 )
-def test_kept_outputs_of_gemms_are_not_written(
+def test_kept_results_are_not_written(
     options: dict[str, Any], recipe: Recipe | None, device: str
 ) -> None:
-    """torch refuses a kept tensor that was written since, and a recompute would read it."""
+    """torch refuses a kept tensor that was written since, and a recompute would read it.
+
+    A recompute would also write a kept view, which is of the forward's numbers.
+    """
     mlp = with_numbers_in_adapters(GroupedMLP(E, K, N, recipe=recipe, device=device, **options))
     x, routed = inputs(device)[0], torch.rand(T, E, device=device).topk(2)
     learning, gradients = [x, *(p for p in mlp.parameters() if p.requires_grad)], []
-    contexts = partial(create_selective_checkpoint_contexts, [*ops.GEMMS])
-    for how in ({}, {"context_fn": contexts}):
+    policies: list[Any] = [
+        [*ops.GEMMS],
+        lambda _, op, *args, **kwargs: any(r.alias_info for r in op._schema.returns),  # views
+        lambda *args, **kwargs: True,
+    ]
+    contexts = [partial(create_selective_checkpoint_contexts, policy) for policy in policies]
+    for how in ({}, *({"context_fn": context} for context in contexts)):
         y = checkpoint(mlp, x, *routed, use_reentrant=False, **how)
         gradients.append(torch.autograd.grad(y.square().sum(), learning))
-    assert_all_same_bits(*gradients)
+    for of_policy in gradients[1:]:
+        assert_all_same_bits(of_policy, gradients[0])
 
 
 @EVERY_RECIPE

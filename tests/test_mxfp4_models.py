@@ -112,7 +112,7 @@ def test_as_quantized_by_the_op(family: str, device: str) -> None:
     assert 0.1 < converted.error < 0.12
     parameters = plain.get_submodule(converted.name).parameters()
     assert converted.num_parameters == sum(p.numel() for p in parameters)
-    assert (converted.weights, converted.nbytes) == ("MXFP4", numbers * BITS / 8)
+    assert (converted.weights, converted.nbytes) == ("frozen in MXFP4", numbers * BITS / 8)
     assert f", error {100 * converted.error:.3g}%" in repr(done)
     if family != "titan":  # which is converted once
         assert repr(convert(model, weights="mxfp4")) == repr(convert(model)) != repr(done)
@@ -216,7 +216,7 @@ def test_saved_as_deepseek_v4_is_published(family: str, tmp_path: Path) -> None:
         assert_same_bits(result(loaded), result(model))
         how = " as loaded" if weights is None else ""
         [one], [same] = done.converted, convert(model).converted
-        assert one.weights == f"MXFP4{how}"
+        assert one.weights == f"frozen in MXFP4{how}"
         assert (one.nbytes, one.num_parameters) == (same.nbytes, same.num_parameters)
     assert {n: p.data_ptr() for n, p in loaded.named_parameters()} == addresses
     state, expected = loaded.state_dict(), model.state_dict()

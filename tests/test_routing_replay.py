@@ -607,12 +607,19 @@ def test_activation_checkpointing(device: str) -> None:
 
 
 @EVERY_FAMILY
-def test_recompute_in_another_context(family: str) -> None:
-    """Its shapes are the same. Some routers take the indices of topk alone."""
+@pytest.mark.parametrize("learning", ["", "experts"], ids=["all", "experts"])
+def test_recompute_in_another_context(family: str, learning: str) -> None:
+    """Its shapes are the same. Some routers take the indices of topk alone.
+
+    Where experts alone learn, no gradient goes through the first router.
+    """
     ids = tokens("cpu", B, S)
     model = converted(family).train()
+    for name, p in model.named_parameters():
+        p.requires_grad_(learning in name)
     routing = recorded(model, ids)
     model.activation_checkpointing_enable()
+    model.disable_input_require_grads()
     with replay_routing(model, routing):
         loss = model(ids)[0].square().mean()
     with (

@@ -170,6 +170,26 @@ def test_other_gates_are_heeded(where: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert max(error.values()) < 1e-5
 
 
+@pytest.mark.parametrize("hooked", [False, True], ids=["subclass", "hook"])
+@pytest.mark.parametrize("family", ["mixtral", "nemotron_h"])
+def test_what_changes_a_known_activation_is_heeded(family: str, hooked: bool) -> None:
+    """A subclass with another forward, or a hook, that halves the output."""
+    model, ids = model_of(family, "cpu"), tokens("cpu", 3, 7)
+    for module in model.modules():
+        act_fn = getattr(module, "act_fn", None)
+        if act_fn is not None and hooked:
+            act_fn.register_forward_hook(lambda module, args, h: h / 2)
+        elif act_fn is not None:
+            forward = type(act_fn).forward
+            half = {"forward": lambda self, x, forward=forward: forward(self, x) / 2}
+            act_fn.__class__ = type("Half", (type(act_fn),), half)
+    found = {}
+    for name in ("eager", "grouped_linear"):
+        model.set_experts_implementation(name)
+        found[name] = train(model, model, ids)
+    assert max(errors(found["grouped_linear"], found["eager"]).values()) < 1e-5
+
+
 # One of each form of the experts: the others have Mixtral's, or GPT-OSS's transposed weights.
 @pytest.mark.parametrize(
     "family", [f for f in FAMILIES if f not in ("qwen3_moe", "deepseek_v3", "aria")]

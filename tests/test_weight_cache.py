@@ -494,3 +494,15 @@ def test_meta_device(make: Make, recipe: Recipe, way: str, monkeypatch: pytest.M
     assert "holds no weight yet" in sentence(lambda: layer(*inputs(), False))
     layer.load_state_dict(right.state_dict())
     assert_same_bits(layer(*inputs(), True), right(*inputs()))
+
+
+@EVERY_LAYER_AND_RECIPE
+def test_a_cache_follows_a_weight_that_is_not_registered(make: Make, recipe: Recipe) -> None:
+    """accelerate's set_module_tensor_to_device writes the dicts of a module's tensors."""
+    layer, right = make(recipe, "meta"), make(recipe)
+    for name, module in layer.named_modules():
+        loaded = right.get_submodule(name)
+        module._parameters.update(loaded._parameters)
+        module._buffers.update(loaded._buffers)
+    assert_same_bits(layer(*inputs(), True), right(*inputs()))
+    assert_same_bits(layer(*inputs(), False), right(*inputs()))

@@ -759,6 +759,38 @@ def test_a_plain_weight_that_is_assigned_on_the_meta_device(name: str) -> None:
     assert_same_bits(layer.weight.master, given.detach())
 
 
+@pytest.mark.parametrize("way", ["attributes", "load", "load parameters"])
+def test_weights_tied_on_the_meta_device_stay_tied(way: str) -> None:
+    """Where one tensor is assigned to both, as a state dict of the tied model has it."""
+    models: list[Any] = []
+    for options in ({}, {"weights": "both", "device": "meta"}):
+        models.append(nn.ModuleList(GroupedLinear(E, K, N, **options) for _ in range(2)))
+        models[-1][1].weight = models[-1][0].weight
+    source, model = models
+    if way == "attributes":
+        for layer in model:
+            layer.weight = source[0].weight
+    else:
+        model.load_state_dict(source.state_dict(keep_vars=way != "load"), assign=True)
+    assert model[1].weight is model[0].weight
+    assert_fresh(model[0].weight)
+    assert_same_bits(model[0].weight.master, source[0].weight.detach())
+    other, another = nn.Parameter(torch.randn(E, N, K)), nn.Parameter(torch.randn(E, N, K))
+    model = copy.deepcopy(models[1]).to("meta")
+    model[0].weight, model[1].weight = other, another
+    assert_same_bits(model[1].weight.master, another.detach())
+
+
+def test_a_weight_of_another_shape_that_is_assigned_on_the_meta_device() -> None:
+    """It stays what it is, and a call says what is wrong."""
+    layer = GroupedLinear(E, K, N, weights="both", device="meta", bias=False)
+    given = nn.Parameter(torch.ones(E, N, 2 * K))
+    layer.weight = given
+    assert layer.weight is given
+    with pytest.raises(RuntimeError, match="K differs: x has"):
+        layer(torch.ones(E, K), [1] * E)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
 def test_bytes_that_are_assigned_on_the_meta_device_are_no_master(dtype: torch.dtype) -> None:
     """Their scales are elsewhere, so their numbers are not the weight's."""

@@ -36,9 +36,7 @@ class MLPConfig(NamedTuple):
         if gate_up_RG is None or not self.save_in_fp8:
             return gate_up_RG, None
         if self.activation.swiglu is not None:
-            if in_dispatch_mode():
-                gate_up_RG = gate_up_RG.clone()  # selective checkpointing may keep a GEMM's output
-            _decide_limit_(gate_up_RG, self.activation.swiglu)
+            gate_up_RG = _decide_limit(gate_up_RG, self.activation.swiglu)
         # Explicit: Dynamo makes an input of a float default, as of a number of an activation.
         quantized = ops.group_quantize(
             gate_up_RG, offs_E, amax_epsilon=0.0, power_of_two_scales=True
@@ -50,28 +48,37 @@ class MLPConfig(NamedTuple):
 BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 
 
-def _decide_limit_(gate_up_RG: Tensor, form: SwiGLU) -> None:
-    """Write what a limit clamps as numbers that stay beyond it in e4m3, and the rest as others.
+def _decide_limit(gate_up_RG: Tensor, form: SwiGLU) -> Tensor:
+    """Make numbers that a limit clamps stay beyond it in e4m3, and others not; written in place.
 
     Rounded to e4m3, 7.2 is 7.0, where a limit of 7.0 lets the gradient pass. All numbers beyond the
     limit count alike, so they become the next one with four significant bits; those that would
     round past the limit become the last one inside. Scales are powers of two, under which e4m3 has
     both numbers where no gate of the block is below -14336 times the limit.
+
+    In a dispatch mode nothing is written. Selective checkpointing may keep any result, and where it
+    keeps views a recompute would write the forward's numbers in place of its own.
     """
     limit, dtype = form.arguments[2], gate_up_RG.dtype
     if limit is None or limit >= torch.finfo(dtype).max:
-        return
+        return gate_up_RG
     limit = _to_bits(limit, BITS[torch.float32], round)  # as the kernels read it
     limit = _to_bits(limit, BITS[dtype], math.floor)  # the last number of the dtype that passes
     inside = _to_bits(limit, 4, math.floor)
     beyond = min(_to_bits(inside, 4, lambda fraction: fraction + 1), torch.finfo(dtype).max)
     gate, up = form.split(gate_up_RG)
     over, up_over, up_under = gate > limit, up > limit, up < -limit
+    if in_dispatch_mode():
+        gate, up = gate.clamp(max=inside), up.clamp(-inside, inside)
+        gate = gate.masked_fill(over, beyond)
+        up = up.masked_fill(up_over, beyond).masked_fill(up_under, -beyond)
+        return torch.stack((gate, up), 2 if form.interleaved else 1).flatten(1)
     if inside != limit:
         gate.clamp_(max=inside)
         up.clamp_(-inside, inside)
     gate.masked_fill_(over, beyond)
     up.masked_fill_(up_over, beyond).masked_fill_(up_under, -beyond)
+    return gate_up_RG
 
 
 def _to_bits(number: float, bits: int, rounded: Callable[[float], float]) -> float:

@@ -539,6 +539,7 @@ class _Layer(_State):
         super().__init__()
         self.where, self.index, self.ran = where, index, False
         self.waits = False  # for a backward that runs it again, with use_reentrant=True
+        self.learns = any(p.requires_grad for p in experts.parameters())
         self.inner: Callable[..., Any] = router.forward
         vars(self)["router"] = router  # not a submodule
         numbers = (getattr(m, "num_experts", None) for m in (router, *experts.modules()))
@@ -591,8 +592,11 @@ class _Layer(_State):
             )
         self.check(isinstance(output, tuple) and len(output) > 2)
         logits, weights, *others = output  # not topk's values: some routers take its indices alone
-        if weights.requires_grad and not torch.compiler.is_compiling():
-            weights = _SameContext.apply(weights, context.number)
+        if not torch.compiler.is_compiling():
+            if self.learns and torch.is_grad_enabled() and not weights.requires_grad:
+                weights = weights.detach().requires_grad_()  # which the check needs
+            if weights.requires_grad:
+                weights = _SameContext.apply(weights, context.number)
         return logits, weights, *others
 
     def experts_of(self, T: int) -> Tensor:

@@ -48,7 +48,7 @@ class ConvertedExperts(NamedTuple):
     num_parameters: int
     """Of all these experts together."""
     weights: str
-    """How they are kept: ``"FP8"``, ``"MXFP4"``, ``"FP8 as loaded"``, ``"MXFP4 as loaded"``,
+    """How they are kept: ``"frozen in FP8"`` or MXFP4, ``"frozen in FP8 as loaded"`` or MXFP4,
     ``"both"``, or the dtype of plain tensors."""
     nbytes: int
     """Of the weights and their scales, on this process."""
@@ -79,8 +79,6 @@ class Conversion:
             alike.setdefault(key, []).append(one)
         rows = [("module", "modules", "form", "experts", "parameters", "weights")]
         for (name, form, experts, kept), same in alike.items():
-            if kept.startswith(("FP8", "MXFP4")):
-                kept = f"frozen in {kept}"
             kept += f", {_size(sum(one.nbytes for one in same))}"
             errors = [one.error for one in same if one.error is not None]
             if errors:
@@ -278,15 +276,15 @@ def _described(name: str, experts: Experts, changes: Changes) -> ConvertedExpert
         off, whole = changes.squares[module].tolist()
         error = math.sqrt(off / whole) if whole else 0.0
     first, frozen = local_part(getattr(module, experts.weights[0])), frozen_of(module)
-    as_loaded = {E4M3: "FP8 as loaded", torch.int8: "MXFP4 as loaded"}  # by transformers
-    kept = as_loaded.get(first.dtype) or dtype_name(first.dtype)
+    as_loaded = {E4M3: "FP8", torch.int8: "MXFP4"}.get(first.dtype)  # by transformers
+    kept = f"frozen in {as_loaded} as loaded" if as_loaded else dtype_name(first.dtype)
     if isinstance(first, GroupedTensorWithMaster):
         kept = "both"
     for key, p in module.named_parameters():
         if p.dim() > 2 and not key.endswith("_bias"):
             nbytes += local_part(p).nbytes
         if key in frozen:
-            kept = frozen[key].weights.upper()
+            kept = f"frozen in {frozen[key].weights.upper()}"
             numbers += p.numel() * frozen[key].storage.per_entry
         elif not key.endswith(SCALE):
             numbers += p.numel() * (1 + (p.dtype == torch.int8))  # two in a byte

@@ -586,7 +586,7 @@ def activation_of(experts: Any) -> Activation | None:
     cls = type(experts)
     act_fn = getattr(experts, "act_fn", silu)
     if not experts.has_gate:
-        return SquaredReLU() if isinstance(act_fn, ReLUSquaredActivation) else None
+        return SquaredReLU() if _computes_as(act_fn, ReLUSquaredActivation) else None
     alpha = limit = None
     if cls._apply_gate is not _default_apply_gate:
         # The class that defines it: FSDP2 and convert make subclasses.
@@ -604,11 +604,18 @@ def activation_of(experts: Any) -> Activation | None:
         return SwiGLU(alpha, 1.0, limit, interleaved=not experts.is_concatenated)
     if not experts.is_concatenated:
         return None
-    if act_fn is silu or isinstance(act_fn, nn.SiLU | SiLUActivation):
+    if act_fn is silu or _computes_as(act_fn, nn.SiLU, SiLUActivation):
         return PLAIN if limit is None else SwiGLU(limit=limit)
-    if limit is None and isinstance(act_fn, GELUActivation | GELUTanh):
+    if limit is None and _computes_as(act_fn, GELUActivation, GELUTanh):
         return GeGLU("tanh" if isinstance(act_fn, GELUTanh) else "none")
     return None
+
+
+def _computes_as(act_fn: Any, *classes: type[nn.Module]) -> bool:
+    """Whether a module computes as one of these classes: a subclass or hooks may do otherwise."""
+    if not isinstance(act_fn, classes) or act_fn._forward_pre_hooks or act_fn._forward_hooks:
+        return False
+    return type(act_fn).forward in [cls.forward for cls in classes]
 
 
 def same_activation(experts: Any, fp8_experts: Any) -> bool:

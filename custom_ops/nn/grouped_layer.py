@@ -95,9 +95,10 @@ class GroupedLayer(KeepsFrozen):
         if was_meta and param is not None and not param.is_meta:
             is_plain = type(param) is nn.Parameter and param.dtype in ACTIVATIONS  # no bytes
             if isinstance(before, GroupedTensorWithMaster) and is_plain:
-                attributes = vars(param)
-                param = nn.Parameter(as_master(before, param.detach()), param.requires_grad)
-                vars(param).update(attributes)
+                kept: Any = as_master(before, param.detach())
+                if kept.shape == before.shape:
+                    vars(kept).update(vars(param))
+                    param = kept.requires_grad_(param.requires_grad)
             if not before.requires_grad:
                 param.requires_grad_(False)
         super().register_parameter(name, param)
@@ -109,10 +110,10 @@ class GroupedLayer(KeepsFrozen):
         self._leave_meta()
 
     def _leave_meta(self) -> None:
-        """Move state and cache from the meta device to where a parameter is."""
+        """Move state, cache and dispatcher from the meta device to where a parameter is."""
         device = next((p.device for p in self.parameters() if not p.is_meta), None)
         for kept in self.children() if device is not None else ():
-            if isinstance(kept, DelayedScalingState | WeightCache):
+            if isinstance(kept, DelayedScalingState | WeightCache | TokenDispatcher):
                 # Scales may have been loaded before the weight.
                 kept._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.quantized.gathered import GatheredWeight
@@ -147,12 +148,23 @@ def distributed_like(like: Any, local: Tensor, shape: torch.Size | None = None) 
 def as_master(own: Any, w: Tensor) -> Tensor:
     """The parameter for ``assign=True``: in place of a master a copy with FP8 numbers of its own.
 
-    A write through the loaded tensor itself would not show.
+    A write through the loaded tensor itself would not show. Layers that share a master on the meta
+    device share the copy of one tensor.
     """
     master, local = local_part(own), local_part(w)
     if not isinstance(master, GroupedTensorWithMaster) or local.shape != master.shape:
         return w
-    local = local.dequantize() if isinstance(local, GroupedTensorWithMaster) else local
-    dtype = local.dtype if local.dtype in ACTIVATIONS else master.dtype
-    kept = master.of(local.to(dtype, copy=True, memory_format=torch.contiguous_format))
-    return distributed_like(w, kept, w.shape)
+    given: Any = None
+    if master.is_meta and not (local.is_meta or local.is_inference()):
+        numbers = local.numbers if isinstance(local, GroupedTensorWithMaster) else local
+        storage = StorageWeakRef(numbers.untyped_storage())
+        given = storage, numbers._version, numbers.storage_offset(), numbers.stride(), local.dtype
+        if master.taken is not None and master.taken[0] == given:
+            return master.taken[1]
+    plain = local.dequantize() if isinstance(local, GroupedTensorWithMaster) else local
+    dtype = plain.dtype if plain.dtype in ACTIVATIONS else master.dtype
+    kept = master.of(plain.to(dtype, copy=True, memory_format=torch.contiguous_format))
+    made = nn.Parameter(distributed_like(w, kept, w.shape), own.requires_grad)
+    if given is not None:
+        master.taken = given, made
+    return made

@@ -3,6 +3,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,9 +88,11 @@ class WeightCache(nn.Module):
 
     def read(self, layer: str, weights: WeightList, first: Tensor | bool) -> QuantizedWeight:
         """The tensors, for a call of these weights, which fills them first unless told False."""
-        tensors = self.quantized_weight()
         if torch.compiler.is_compiling():  # a graph must not depend on it; an empty one gives NaN
-            return tensors
+            return self.quantized_weight()
+        if self.values.is_meta and not weights[0].is_meta:  # accelerate did not register it
+            self._apply(partial(torch.empty_like, device=weights[0].device))
+        tensors = self.quantized_weight()
         if first is False and not self.warm:
             raise RuntimeError(
                 f"{layer}: is_first_microbatch=False reads the weight cache, which holds no "

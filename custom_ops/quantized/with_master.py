@@ -30,7 +30,7 @@ aten = torch.ops.aten
 _TENSORS = ("q", "scale", "q_t", "master", "numbers")
 #: The recipes that files have by name and options, so that they name no modules.
 _PICKLED_BY_NAME = {cls.__name__: cls for cls in (Float8BlockScaling, Float8CurrentScaling)}
-_OWN_ATTRIBUTES = (*_TENSORS, "recipe", "has_memory", "whole", "is_part")
+_OWN_ATTRIBUTES = (*_TENSORS, "recipe", "has_memory", "whole", "is_part", "taken")
 
 
 class GroupedTensorWithMaster(HandledTensor):
@@ -80,6 +80,8 @@ class GroupedTensorWithMaster(HandledTensor):
     whole: tuple[Tensor, QuantizedWeight] | None = None
     # Whether split or chunk returned it; empty_like is then of this class too.
     is_part: bool = False
+    # Of a parameter on the meta device: the tensor that a load assigned to it, and what it became.
+    taken: Any = None
 
     @staticmethod
     def __new__(

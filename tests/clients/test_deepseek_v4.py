@@ -71,7 +71,7 @@ def test_as_transformers_dequantizes(folder: Path, dtype: torch.dtype, weights: 
         assert_close({"": logits(model).float()}, {"": logits(plain).float()}, 0.2)
     report = convert(model)
     loaded = " as loaded" if weights is None else ""
-    assert {one.weights for one in report.converted} == {f"MXFP4{loaded}"}
+    assert {one.weights for one in report.converted} == {f"frozen in MXFP4{loaded}"}
     assert report.converted[0].error is None
     expected = convert(plain)
     assert [one.num_parameters for one in report.converted] == [
