@@ -30,7 +30,7 @@ from support.commands import run
 from support.compare import assert_same_bits, assert_same_tensors, bits
 from support.experts import GroupedExperts
 from support.fresh import assert_fresh
-from support.hugging_face import frozen_names, logits, tiny
+from support.hugging_face import logits, tiny
 from support.processes import (
     CHECK_SECONDS,
     PROCESSES,
@@ -79,24 +79,6 @@ def cleared(form: str) -> Any:
         for p in model.parameters():
             p.zero_()
     return model
-
-
-@FORM
-def test_state_dicts_are_plain_tensors(form: str, tmp_path: Path) -> None:
-    """Each weight in two parts, which safetensors writes and a model of the same form reads."""
-    model = converted(form)
-    assert not any(p.requires_grad for n, p in model.named_parameters() if n in frozen_names(model))
-    state = model.state_dict()
-    assert {type(t) for t in state.values()} == {Tensor}
-    names = frozen_names(model)
-    assert {state[n + part].dtype for n in names for part in ("", "_scale_inv")} == {torch.uint8}
-    assert len(names) == (3 if form == "titan" else 4)
-    save_file(state, tmp_path / "model.safetensors")
-    for assign in (False, True):
-        other = cleared(form)
-        other.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=assign)
-        assert_same_tensors(other.state_dict(), state)
-        assert frozen_names(other) == names
 
 
 @FORM
