@@ -290,20 +290,6 @@ def test_wrapped_layers_have_the_bits_of_plain_ones(
 
 
 @EVERY_KIND
-@EVERY_RECIPE
-def test_gradient_of_x_without_an_adapter(kind: Any, recipe: Any) -> None:
-    """That of a layer whose adapter adds nothing."""
-    adapted, alone = make_layer(kind, recipe=recipe), make_layer(kind, recipe=recipe, lora=None)
-    for name, p in adapted.named_parameters():
-        if name.endswith("lora_b"):
-            nn.init.zeros_(p)
-    alone.load_state_dict({n: t for n, t in adapted.state_dict().items() if "lora" not in n})
-    result, expected = (call(layer, *inputs("cpu")) for layer in (alone, adapted))
-    for name in ("y", "x"):
-        torch.testing.assert_close(result[name], expected[name], rtol=0.02, atol=0.02)
-
-
-@EVERY_KIND
 def test_float32_and_autocast(kind: Any) -> None:
     layer = make_layer(kind, dtype=torch.float32)
     plain = with_its_numbers(layer, None, "cpu", torch.float32)
