@@ -146,16 +146,21 @@ def loaded(model: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
 def test_a_checkpoint_in_fp8(scale_fmt: str) -> None:
-    """As it was loaded, and frozen; scales that were published as exponents are float32."""
+    """As it was loaded, and frozen; scales that were published as exponents are float32.
+
+    Of what was published it also keeps names of modules that the model lacks.
+    """
     model = model_of("qwen3_moe")
     convert(model, weights="fp8")
-    checkpoint = loaded(model, scale_fmt=scale_fmt)
+    others = [*CheckpointTensors(model).quantization_config["modules_to_not_convert"], "mtp"]
+    checkpoint = loaded(model, scale_fmt=scale_fmt, modules_to_not_convert=others)
     scale = checkpoint.model.layers[0].mlp.experts.down_proj_scale_inv
     assert scale.dtype == (torch.float32 if scale_fmt == "float" else torch.float8_e8m0fnu)
     expected = dict(CheckpointTensors(model))
     for weights in (None, "fp8"):
         convert(checkpoint, Float8BlockScaling(), weights=weights)
-        assert CheckpointTensors(checkpoint).quantization_config["scale_fmt"] == scale_fmt
+        config = CheckpointTensors(checkpoint).quantization_config
+        assert (config["scale_fmt"], config["modules_to_not_convert"]) == (scale_fmt, others)
         tensors = dict(CheckpointTensors(checkpoint))
         assert_same_tensors(tensors, expected)
         with torch.no_grad():
