@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import FineGrainedFP8Config
 
-from grouped_linear import Float8BlockScaling, Float8CurrentScaling, GroupedMLP, convert
+from grouped_linear import Float8BlockScaling, Float8CurrentScaling, convert
 from support.compare import assert_same_bits, assert_same_tensors, bits
 from support.documents import ROOT
 from support.errors import sentence
@@ -55,7 +55,11 @@ def model_of(family: str = "mixtral", device: str = "cpu", **options: Any) -> An
         "num_hidden_layers": 2,
         "num_experts" if family == "qwen3_moe" else "num_local_experts": E,
     }
-    return tiny(family, **sizes | options).to(device, BF16)
+    model = tiny(family, **sizes | options)
+    with torch.no_grad():  # blocks have other scales than their neighbours
+        for w in (p for p in model.parameters() if p.dim() == 3):
+            w.mul_(torch.logspace(-1, 1, w.numel()).view_as(w))
+    return model.to(device, BF16)
 
 
 class Multiplied(TorchDispatchMode):
@@ -116,68 +120,13 @@ def test_what_training_multiplied(family: str, weights: Any, device: str) -> Non
     assert kinds == ({"weight", "weight_scale_inv"} if weights == "both" else set())
 
 
-@FAMILY
-def test_names_are_those_of_a_saved_checkpoint(family: str, tmp_path: Path) -> None:
-    """Views of the model's memory, in the two ways in which weights are kept."""
-    models = {weights: model_of(family) for weights in ("both", "fp8")}
-    for weights, model in models.items():
-        convert(model, Float8BlockScaling(), weights=weights)
-    models["fp8"].save_pretrained(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    for model in models.values():
-        pairs = [*CheckpointTensors(model)]
-        tensors = dict(pairs)
-        assert len(pairs) == len(tensors)
-        assert_same_tensors(tensors, saved)
-        down = model.model.layers[0].mlp.experts.down_proj
-        q = down if down.dtype == torch.uint8 else down.q
-        name = f"model.layers.0.{PREFIX[family].format(1)}{NAMES[family][2]}.weight"
-        assert tensors[name].data_ptr() == q[1].data_ptr()
-    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert json.loads(json.dumps(CheckpointTensors(models["both"]).quantization_config)) == written
-
-
-class SamplerExperts:
-    """Experts of a sampler, loaded as vLLM's and SGLang's ``load_weights`` do: by names alone.
-
-    They hold w13 [E, 2 F, H] and w2 [E, H, F] in e4m3, and a scale of each block.
-    """
-
-    def __init__(self) -> None:
-        self.w13 = torch.zeros(E, 2 * F, H, dtype=E4M3)
-        self.w2 = torch.zeros(E, H, F, dtype=E4M3)
-        self.w13_scale = torch.zeros(E, 2 * F // 128, 2)
-        self.w2_scale = torch.zeros(E, 2, F // 128)
-
-    def load(self, family: str, name: str, loaded: Tensor) -> None:
-        gate, up, _ = NAMES[family]
-        number, projection, kind = name.split(".")[-3:]
-        of_w13 = self.w13_scale if kind == "weight_scale_inv" else self.w13
-        of_w2 = self.w2_scale if kind == "weight_scale_inv" else self.w2
-        rows = (of_w13 if projection in (gate, up) else of_w2)[int(number)]
-        if projection in (gate, up):
-            rows = rows.chunk(2)[projection == up]
-        assert rows.dtype == loaded.dtype
-        assert rows.shape == loaded.shape
-        rows.copy_(loaded)
-
-
 @WEIGHTS
-@FAMILY
-def test_a_sampler_computes_the_bits_of_training(family: str, weights: Any) -> None:
-    model = model_of(family)
+def test_views_of_the_models_memory(weights: Any) -> None:
+    model = model_of("qwen3_moe")
     convert(model, Float8BlockScaling(), weights=weights)
-    sampler = SamplerExperts()
-    for name, t in CheckpointTensors(model):
-        if name.startswith("model.layers.1.") and ".experts." in name:
-            sampler.load(family, name, t)
-    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), weights="fp8")
-    parts = {"gate_up_proj": sampler.w13, "gate_up_proj_scale_inv": sampler.w13_scale}
-    mlp.load_state_dict(parts | {"down_proj": sampler.w2, "down_proj_scale_inv": sampler.w2_scale})
-    x, scores = torch.randn(10, H, dtype=BF16), torch.rand(10, E)
-    experts = model.model.layers[1].mlp.experts
-    top, chosen = scores.topk(2)
-    assert_same_bits(mlp(x, top, chosen), experts(x, chosen, top))
+    down, tensors = model.model.layers[0].mlp.experts.down_proj, dict(CheckpointTensors(model))
+    of_one = tensors["model.layers.0.mlp.experts.1.down_proj.weight"]
+    assert of_one.data_ptr() == (down.q if weights == "both" else down)[1].data_ptr()
 
 
 def loaded(model: Any, **options: Any) -> Any:
@@ -197,16 +146,21 @@ def loaded(model: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
 def test_a_checkpoint_in_fp8(scale_fmt: str) -> None:
-    """As it was loaded, and frozen; scales that were published as exponents are float32."""
+    """As it was loaded, and frozen; scales that were published as exponents are float32.
+
+    Of what was published it also keeps names of modules that the model lacks.
+    """
     model = model_of("qwen3_moe")
     convert(model, weights="fp8")
-    checkpoint = loaded(model, scale_fmt=scale_fmt)
+    others = [*CheckpointTensors(model).quantization_config["modules_to_not_convert"], "mtp"]
+    checkpoint = loaded(model, scale_fmt=scale_fmt, modules_to_not_convert=others)
     scale = checkpoint.model.layers[0].mlp.experts.down_proj_scale_inv
     assert scale.dtype == (torch.float32 if scale_fmt == "float" else torch.float8_e8m0fnu)
     expected = dict(CheckpointTensors(model))
     for weights in (None, "fp8"):
         convert(checkpoint, Float8BlockScaling(), weights=weights)
-        assert CheckpointTensors(checkpoint).quantization_config["scale_fmt"] == scale_fmt
+        config = CheckpointTensors(checkpoint).quantization_config
+        assert (config["scale_fmt"], config["modules_to_not_convert"]) == (scale_fmt, others)
         tensors = dict(CheckpointTensors(checkpoint))
         assert_same_tensors(tensors, expected)
         with torch.no_grad():

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend, normalize_gm
 from torch._inductor.utils import run_and_get_code
-from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import (
     Float8BlockScaling,
@@ -182,28 +181,6 @@ def test_splits_of_a_number_that_is_not_known(device: str) -> None:
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         assert_same_bits(compiles(call)[0](x, expert), call(x, expert))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "compiled"), in_turn(EVERY_RECIPE, {"eager": False, "compiled": True})
-)
-def test_checkpointing_changes_no_bit(compiled: bool, recipe: Recipe | None, device: str) -> None:
-    model = Experts(recipe, device)
-
-    def recomputed(x: Tensor, m_splits: Tensor) -> Tensor:
-        return checkpoint(model, x, m_splits, use_reentrant=False)
-
-    call = (
-        torch.compile(recomputed, fullgraph=True, backend="aot_eager") if compiled else recomputed
-    )
-    gradients = []
-    for function in (model, call):
-        x, m_splits = inputs(device)[0]
-        x.requires_grad_()
-        function(x, m_splits).float().square().sum().backward()
-        gradients.append([x.grad, *(p.grad for p in model.parameters())])
-        model.zero_grad()
-    assert_all_same_bits(*gradients)
 
 
 @pytest.mark.parametrize(

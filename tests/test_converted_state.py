@@ -4,7 +4,6 @@
 T tokens, E experts, H features of a token, F features of an expert.
 """
 
-import copy
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,9 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear import Float8BlockScaling, convert
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
@@ -32,8 +30,7 @@ from support.commands import run
 from support.compare import assert_same_bits, assert_same_tensors, bits
 from support.experts import GroupedExperts
 from support.fresh import assert_fresh
-from support.hugging_face import frozen_names, logits, tiny
-from support.layers import through_pickle
+from support.hugging_face import logits, tiny
 from support.processes import (
     CHECK_SECONDS,
     PROCESSES,
@@ -82,49 +79,6 @@ def cleared(form: str) -> Any:
         for p in model.parameters():
             p.zero_()
     return model
-
-
-@FORM
-def test_state_dicts_are_plain_tensors(form: str, tmp_path: Path) -> None:
-    """Each weight in two parts, which safetensors writes and a model of the same form reads."""
-    model = converted(form)
-    assert not any(p.requires_grad for n, p in model.named_parameters() if n in frozen_names(model))
-    state = model.state_dict()
-    assert {type(t) for t in state.values()} == {Tensor}
-    names = frozen_names(model)
-    assert {state[n + part].dtype for n in names for part in ("", "_scale_inv")} == {torch.uint8}
-    assert len(names) == (3 if form == "titan" else 4)
-    save_file(state, tmp_path / "model.safetensors")
-    for assign in (False, True):
-        other = cleared(form)
-        other.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=assign)
-        assert_same_tensors(other.state_dict(), state)
-        assert frozen_names(other) == names
-
-
-@FORM
-@pytest.mark.parametrize(
-    "changed",
-    [
-        lambda model: model.half(),
-        lambda model: model.to(torch.bfloat16),
-        copy.deepcopy,
-        through_pickle,
-    ],
-    ids=["half", "bfloat16", "deepcopy", "pickle"],
-)
-def test_bytes_stay(changed: Any, form: str) -> None:
-    """Neither a cast nor a copy touches them, and the forward reads what it read."""
-    model, whole = converted(form), converted(form)
-    names = frozen_names(model)
-    model = changed(model)
-    assert frozen_names(model) == names
-    for name in names:
-        for suffix in ("", "_scale_inv"):
-            assert_same_bits(model.get_parameter(name + suffix), whole.get_parameter(name + suffix))
-    if form != "titan":
-        dtype = model.lm_head.weight.dtype
-        assert torch.equal(logits(model), logits(whole.to(dtype)))
 
 
 @FORM
@@ -257,18 +211,6 @@ def check_sharded(form: str, rank: int, directory: Path) -> None:
     assert_same_tensors(again, expected)
 
 
-def check_computes(rank: int, directory: Path) -> None:
-    """Under DistributedDataParallel and under a policy of FSDP2, which casts all but the bytes."""
-    mesh, expected = init_device_mesh("cpu", (PROCESSES,)), logits(converted("mixtral"))
-    assert torch.equal(logits(DistributedDataParallel(converted("mixtral"))), expected)
-    policy, model = MixedPrecisionPolicy(param_dtype=torch.bfloat16), converted("mixtral")
-    for part in (*model.model.layers, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
-    y = logits(model)
-    assert y.dtype == torch.bfloat16
-    assert (y.float() - expected).norm() < 0.02 * expected.norm()
-
-
 WHOLE = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
@@ -299,7 +241,6 @@ ON_GPUS: Checks = {f"{form}_whole": partial(check_whole, form) for form in FORMS
 CHECKS: Checks = {
     **{form: partial(check_sharded, form) for form in FORMS},
     **ON_GPUS,
-    "computes": check_computes,
 }
 
 test_two_processes = on_cpu(CHECKS)

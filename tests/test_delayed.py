@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
-from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import (
     DelayedScaling,
@@ -83,23 +82,6 @@ def test_nothing_is_learnt_without_gradients(mode: Any, compiled: bool, device: 
     assert versions == [b._version for b in layer.buffers()]
     for name, b in layer.named_buffers():
         assert_same_bits(b, before[name])
-
-
-@COMPILED
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputing_records_the_same(reentrant: bool, compiled: bool, device: str) -> None:
-    if reentrant and compiled:
-        pytest.skip("torch compiles the other kind of checkpoint only")
-    layer, other = make_layer(device), make_layer(device)
-    x, m_splits = rows(device)
-
-    def recomputed(x: Tensor, m_splits: Tensor) -> Tensor:
-        return checkpoint(other, x, m_splits, use_reentrant=reentrant)
-
-    for function in (layer, call_of(recomputed, compiled)):
-        function(x, m_splits).square().sum().backward()
-    assert_all_same_bits(layer.buffers(), other.buffers())
-    assert_same_bits(layer.weight.grad, other.weight.grad)
 
 
 @COMPILED

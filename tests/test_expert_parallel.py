@@ -261,32 +261,6 @@ def check_capacity(dispatch: str, factor: float, rank: int, directory: Path) -> 
     assert_same_bits(compiled(parallel, *given, use_reentrant=False), y)
 
 
-def check_extreme_routing(dispatch: str, rank: int, directory: Path) -> None:
-    """All to one expert; nothing at all; tokens of no expert, whatever they hold."""
-    x, logits, dy = tokens()
-    x[::5] = torch.nan
-    whole = make()
-    parallel = spread(whole, dispatch)
-    everywhere = torch.arange(PROCESSES * T * C, device=device()).view(-1, C) % E
-    for experts in (
-        torch.full_like(everywhere, E - 1),
-        torch.full_like(everywhere, -1),
-        torch.where(everywhere % 3 == 0, -1, everywhere),
-        everywhere + 7 * E,
-    ):
-        experts = experts.clone()
-        experts[::5] = -1
-
-        def choose(logits: Tensor, experts: Tensor = experts) -> tuple[Tensor, Tensor]:
-            chosen = experts if len(logits) > T else experts[own(rank)]
-            return route(logits)[0], chosen
-
-        mine = [t[own(rank)] for t in (x, logits, dy)]
-        got, want = step(parallel, *mine, choose), step(whole, x, logits, dy, choose)
-        assert not want["y"].isnan().any()
-        compare(got, want, rank)
-
-
 def check_micro_batches(rank: int, directory: Path) -> None:
     """Weight caches and main_grad of this process's experts."""
     options = {**BLOCK, "cache_weights": True, "fuse_wgrad_accumulation": True}
@@ -814,7 +788,6 @@ CHECKS: Checks = {
     "capacity_all_gather": partial(check_capacity, "all_gather", 1.125),
     "capacity_all_to_all": partial(check_capacity, "all_to_all", 0.75),
     "capacity_all_to_all_v": partial(check_capacity, "all_to_all_v", 0.75),
-    **{f"extreme_{way}": partial(check_extreme_routing, way) for way in DISPATCHERS},
     "micro_batches": check_micro_batches,
     **{f"quantized_{w}": partial(check_quantized_weight, w) for w in ("fp8", "mxfp4")},
     "looked_into": check_looked_into,

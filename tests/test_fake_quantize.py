@@ -24,6 +24,7 @@ from grouped_linear import (
 from grouped_linear.contrib import fake_quantize, watch
 from support import reference
 from support.compare import assert_same_bits
+from support.layers import call_of
 from support.recipes import RECIPES
 
 E, H, F = 4, 128, 144
@@ -31,54 +32,36 @@ COUNTS = (16, 0, 140, 2)
 FP8 = Float8BlockScaling()
 
 
+def trained(recipe: Recipe | None, compiled: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The output of a layer, and the gradients of x and of the weight."""
+    torch.manual_seed(1)
+    x, dy = torch.randn(sum(COUNTS), H, requires_grad=True), torch.randn(sum(COUNTS), F)
+    layer = GroupedLinear(E, H, F, bias=False, recipe=recipe)
+    torch._dynamo.reset()
+    y = call_of(layer, compiled)(x, list(COUNTS))
+    return y.detach(), *torch.autograd.grad(y, (x, layer.weight), dy)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recipe", [FP8, MXFP8BlockScaling(), RECIPES["current"]])
 def test_one_role_in_high_precision(recipe: Any, compiled: bool) -> None:
     """Outputs have the error of the recipe, the gradient by x only that of the weight."""
-    torch.manual_seed(0)
     own = fake_quantize(recipe, ("input", "weight"))
     assert own.grad_output == Format()
-    x, dy = torch.randn(sum(COUNTS), H), torch.randn(sum(COUNTS), F)
-    results = {}
-    for kind, one in {
-        "own": own,
-        "whole": recipe,
-        "weight": fake_quantize(recipe, ("weight",)),
-    }.items():
-        torch.manual_seed(1)
-        layer = GroupedLinear(E, H, F, bias=False, recipe=one)
-        leaf = x.clone().requires_grad_()
-        torch._dynamo.reset()
-        call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-        call(leaf, list(COUNTS)).backward(dy)
-        results[kind] = call(leaf, list(COUNTS)).detach(), leaf.grad
-    torch.testing.assert_close(results["own"][0], results["whole"][0], rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(results["own"][1], results["weight"][1], rtol=1e-3, atol=1e-4)
-    assert not torch.allclose(results["own"][1], results["whole"][1], rtol=1e-3, atol=1e-3)
+    of_weight = fake_quantize(recipe, ("weight",))
+    y, dx, _ = trained(own, compiled)
+    whole_y, whole_dx, _ = trained(recipe, compiled)
+    torch.testing.assert_close(y, whole_y, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(dx, trained(of_weight, compiled)[1], rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(dx, whole_dx, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_one_expert_in_high_precision(compiled: bool) -> None:
     """Its rows and its gradients have the numbers of no recipe, the others' those of the recipe."""
-    torch.manual_seed(0)
-    x, dy = torch.randn(sum(COUNTS), H), torch.randn(sum(COUNTS), F)
-    recipes = {
-        "none": None,
-        "all": fake_quantize(FP8),
-        "but 2": fake_quantize(FP8, except_experts=[2]),
-    }
-    results = {}
-    for kind, recipe in recipes.items():
-        torch.manual_seed(1)
-        layer = GroupedLinear(E, H, F, bias=False, recipe=recipe)
-        leaf = x.clone().requires_grad_()
-        torch._dynamo.reset()
-        call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-        y = call(leaf, list(COUNTS))
-        y.backward(dy)
-        results[kind] = y.detach(), leaf.grad, layer.weight.grad
-    group = reference.groups(torch.tensor(COUNTS).cumsum(0), len(x))
-    for of_one, none, whole in zip(*(results[k] for k in ("but 2", "none", "all")), strict=True):
+    recipes = fake_quantize(FP8, except_experts=[2]), None, fake_quantize(FP8)
+    group = reference.groups(torch.tensor(COUNTS).cumsum(0), sum(COUNTS))
+    for of_one, none, whole in zip(*(trained(r, compiled) for r in recipes), strict=True):
         by_expert = len(of_one) == E
         for e in range(E):
             where = e if by_expert else group[e]
@@ -87,13 +70,8 @@ def test_one_expert_in_high_precision(compiled: bool) -> None:
 
 def test_wgrad_in_16_bits() -> None:
     """It rounds the tensors that wgrad multiplies, as the recipe does."""
-    recipe, grads = Float8BlockScaling(wgrad=torch.bfloat16), []
-    x, dy = torch.randn(sum(COUNTS), H), torch.randn(sum(COUNTS), F)
-    for one in (recipe, fake_quantize(recipe)):
-        torch.manual_seed(1)
-        layer = GroupedLinear(E, H, F, bias=False, recipe=one)
-        layer(x, list(COUNTS)).backward(dy)
-        grads.append(layer.weight.grad)
+    recipe = Float8BlockScaling(wgrad=torch.bfloat16)
+    grads = (trained(one)[2] for one in (recipe, fake_quantize(recipe)))
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-4)  # unrounded: 2.4e-3 of it
 
 

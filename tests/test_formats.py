@@ -364,19 +364,22 @@ def test_what_a_cache_stores(recipe: Recipe, layer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("formats", "sentence"),
+    ("of", "options", "sentence"),
     [
-        ({"input": BF16}, "Recipe: input must be a Format, got torch.bfloat16"),
+        (Recipe, {"input": BF16}, "Recipe: input must be a Format, got torch.bfloat16"),
         (
+            Recipe,
             {"input": Float8BlockScaling().input},
             "Recipe: fprop cannot multiply input with scales of blocks and weight with the "
             "activations' dtype",
         ),
         (
+            Recipe,
             {"input": Float8BlockScaling().input, "weight": Float8CurrentScaling().weight},
             "Recipe: fprop cannot multiply input with scales of blocks and weight with scales of",
         ),
         (
+            Recipe,
             {
                 "input": Float8BlockScaling(wgrad=BF16).input,
                 "weight": Float8BlockScaling().weight,
@@ -385,39 +388,32 @@ def test_what_a_cache_stores(recipe: Recipe, layer: Any) -> None:
             "Recipe: wgrad cannot multiply grad_output with scales of blocks and input with bf",
         ),
         (
+            Recipe,
             {"weight": Format(wgrad_dtype=BF16)},
             "Recipe: wgrad_dtype is for input and grad_output, not for weight",
         ),
-        ({"requantize_weights": "no"}, "requantize_weights must be True or False, got 'no'"),
-    ],
-)
-def test_what_is_said_about_a_recipe(formats: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        Recipe(**formats)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"scaling": "blocks"}, "scaling must be None, 'block', 'group', 'delayed' or 'mx', got"),
+        (Recipe, {"requantize_weights": "no"}, "requantize_weights must be True or False, got 'n"),
+        (Format, {"scaling": "blocks"}, "must be None, 'block', 'group', 'delayed' or 'mx', got"),
         (
+            Format,
             {"dtype": torch.float8_e5m2, "scaling": "block"},
             "with scaling 'block' dtype must be float8_e4m3fn, got float8_e5m2",
         ),
         (
+            Format,
             {"dtype": torch.float8_e4m3fn},
             "with scaling None dtype must be None or bfloat16 or float16, got float8_e4m3fn",
         ),
-        ({"wgrad_dtype": torch.float32}, "wgrad_dtype must be None, bfloat16 or float16, got flo"),
-        ({"quantize": "mine"}, "quantize must be a function, got 'mine'"),
-        ({"quantize": to_64ths, "dtype": BF16}, "quantize takes the place of dtype and scaling"),
-        ({"amax_epsilon": -1.0}, "amax_epsilon must be finite and not negative, got -1"),
-        ({"share_scales": "no"}, "share_scales must be True or False, got 'no'"),
+        (Format, {"wgrad_dtype": torch.float32}, "must be None, bfloat16 or float16, got float32"),
+        (Format, {"quantize": "mine"}, "quantize must be a function, got 'mine'"),
+        (Format, {"quantize": to_64ths, "dtype": BF16}, "takes the place of dtype and scaling"),
+        (Format, {"amax_epsilon": -1.0}, "amax_epsilon must be finite and not negative, got -1"),
+        (Format, {"share_scales": "no"}, "share_scales must be True or False, got 'no'"),
     ],
 )
-def test_what_is_said_about_a_format(options: dict[str, Any], sentence: str) -> None:
+def test_what_is_said(of: Any, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        Format(**options)
+        of(**options)
 
 
 def in_place(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Tensor:

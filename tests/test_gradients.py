@@ -36,6 +36,7 @@ from grouped_linear import (
 )
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.nn.router import router_logits
+from support import training
 from support.calls import Calls
 from support.compare import assert_all_same_bits, assert_same_bits, outcome
 from support.errors import sentence
@@ -50,33 +51,31 @@ QAT = Float8BlockScaling(qat="mxfp4")
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 WAYS = {"eager": False, "compiled": True}
 ONE_OR_APART = {"one": True, "apart": False}
-COMPILED = pytest.mark.parametrize("compiled", WAYS.values(), ids=WAYS)
 FORMS = pytest.mark.parametrize("single", ONE_OR_APART.values(), ids=ONE_OR_APART)
-
-
-@pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
-@pytest.mark.parametrize("kind", ["layer", "mlp"])
-def test_a_gradient_penalty_is_refused(kind: str, recipe: Recipe | None) -> None:
-    """Not taken for a constant where the incoming gradient is one, as that of a sum is."""
-    layer = GroupedLinear(2, 16, 32, recipe=recipe)
-    mlp = GroupedMLP(2, 16, 32, recipe=recipe)
-    experts = torch.tensor([[0], [1], [1]])
-    x = torch.randn(3, 16, requires_grad=True)
-    y = layer(x, [1, 2]) if kind == "layer" else mlp(x, torch.ones(3, 1), experts)
-    (expected,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    assert_same_bits(dx.detach(), expected)
-    loss = y.sum() + dx.square().sum()
-    parameters = [*layer.parameters(), *mlp.parameters()]
-    with pytest.raises(RuntimeError, match="grouped_linear: there is no second derivative"):
-        torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-    with pytest.raises(RuntimeError, match="grouped_linear: there is no second derivative"):
-        loss.backward()
 
 
 def make_layer(recipe: Recipe | None = None, device: str = "cpu", **options: Any) -> GroupedLinear:
     torch.manual_seed(0)
     return linear_of(E, K, N, recipe=recipe, device=device, **options)
+
+
+def make_mlp(
+    recipe: Recipe | None = None, device: str = "cpu", dtype: torch.dtype = FP32, **options: Any
+) -> training.Routed:
+    return training.make_mlp(recipe, dtype, device, **options)
+
+
+EVERY_LAYER = {
+    "one": make_layer,
+    "apart": partial(make_layer, single_grouped_weight=False),
+    "mlp": make_mlp,
+}
+OF_EACH = pytest.mark.parametrize("make", EVERY_LAYER.values(), ids=EVERY_LAYER)
+TRAINED = RECIPES | {"block_bf16_wgrad": MORE_RECIPES["block_bf16_wgrad"]}
+
+
+def every_weight(layer: Any) -> list[Any]:
+    return [w for parts in training.weights_of(layer) for w in parts]
 
 
 def inputs(device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -207,54 +206,97 @@ def test_main_grads_anywhere(recipe: Recipe | None, order: str) -> None:
     assert flat.count_nonzero() == plain.weight.grad.count_nonzero()
 
 
-@COMPILED
-@FORMS
-def test_what_megatron_asks_for(single: bool, compiled: bool) -> None:
-    """grad_added_to_main_grad is set, and only then is there a gradient: of zeros."""
-    layer = make_layer(fuse_wgrad_accumulation=True, single_grouped_weight=single)
-    main_grad, weights = give_main_grads(layer), weights_of(layer)
-    fired = []
+@pytest.mark.parametrize(
+    ("make", "recipe", "compiled"), pairwise(EVERY_LAYER, TRAINED, WAYS | {"eager_again": False})
+)
+def test_what_megatron_asks_for(
+    make: Any, recipe: Recipe | None, compiled: bool, device: str
+) -> None:
+    """Of each weight main_grad is added to or written over, as it says.
+
+    Who waits for a gradient, by grad_added_to_main_grad, gets one of zeros; hooks run in any case.
+    """
+    layer, plain = make(recipe, device, fuse_wgrad_accumulation=True), make(recipe, device)
+    x, m_splits = inputs(device)
+    groups, fired = training.weights_of(layer), []
+    weights = every_weight(layer)
     for w in weights:
-        w.grad_added_to_main_grad = False
-        w.register_post_accumulate_grad_hook(lambda w: fired.append(w.grad.any().item()))
-    with pytest.raises(RuntimeError):
-        layer(inputs()[0][:, :16], inputs()[1])
-    assert not any(w.grad_added_to_main_grad for w in weights)  # a call that is refused adds none
-    call_of(layer, compiled)(*inputs()).sum().backward()
-    assert [w.grad_added_to_main_grad for w in weights] == [True] * len(weights)
-    assert fired == [False] * len(weights)
-    assert (main_grad != 1).any()
-    for w in weights:
-        w.overwrite_main_grad = True
-    main_grad.fill_(torch.nan)
-    torch._dynamo.reset()
-    call_of(layer, compiled)(*inputs()).sum().backward()
-    assert main_grad.isfinite().all()
-    assert not main_grad[1].any()
+        w.register_post_accumulate_grad_hook(fired.append)
+    _, *expected = outcome(plain(x, m_splits), every_weight(plain))
+    training.give_main_grads(layer, training.FEATURES["fused"])
+    for turn in range(2):
+        for i, parts in enumerate(groups):
+            for w in parts:
+                w.grad, w.overwrite_main_grad = None, (i + turn) % 2 == 0
+                w.main_grad.fill_(torch.nan if w.overwrite_main_grad else 1)
+                w.__dict__.pop("grad_added_to_main_grad", None)
+                if not w.overwrite_main_grad:
+                    w.grad_added_to_main_grad = False
+        waits = [w for w in weights if not w.overwrite_main_grad]
+        with pytest.raises(RuntimeError):
+            layer(x[:, :16], m_splits)
+        assert not any(w.grad_added_to_main_grad for w in waits)  # a refused call adds none
+        torch._dynamo.reset()
+        call_of(layer, compiled)(x, m_splits).square().sum().backward()
+        assert {*map(id, fired)} == {*map(id, weights)}
+        for w, d in zip(weights, expected, strict=True):
+            assert_same_bits(w.main_grad, d if w.overwrite_main_grad else 1 + d)
+            if w.overwrite_main_grad:
+                assert w.grad is None
+                assert not hasattr(w, "grad_added_to_main_grad")
+            else:
+                assert w.grad_added_to_main_grad
+                assert_same_bits(w.grad, torch.zeros_like(w))
+        fired.clear()
+    if isinstance(layer, training.Routed):
+        waits[-1].grad_added_to_main_grad = False
+        layer.mlp.forward_sorted(x, m_splits)
+        assert waits[-1].grad_added_to_main_grad
 
 
-def test_hooks_run_without_a_gradient() -> None:
-    layer, fired = make_layer(fuse_wgrad_accumulation=True), []
-    give_main_grads(layer)
-    layer.weight.register_post_accumulate_grad_hook(fired.append)
-    layer(*inputs()).sum().backward()
-    assert len(fired) == 1
-    assert layer.weight.grad is None
+@pytest.mark.parametrize("frozen", [0, 1], ids=["gate_up_proj", "down_proj"])
+def test_a_frozen_weight_needs_no_main_grad(frozen: int, device: str) -> None:
+    layer = make_mlp(RECIPES["block"], device, fuse_wgrad_accumulation=True)
+    plain, (x, m_splits) = make_mlp(RECIPES["block"], device), inputs(device)
+    layer.weights[frozen].requires_grad_(False)
+    learning = layer.weights[1 - frozen]
+    learning.main_grad = torch.zeros_like(learning, requires_grad=False)
+    layer(x, m_splits).square().sum().backward()
+    expected = outcome(plain(x, m_splits), plain.weights)
+    assert_same_bits(learning.main_grad, expected[2 - frozen])
+
+
+@pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
+def test_autocast_of_an_mlp(recipe: Recipe | None, device: str) -> None:
+    """float32 weights get unrounded gradients, of products in bfloat16."""
+    layers = [
+        make_mlp(recipe, device, dtype, fuse_wgrad_accumulation=True) for dtype in (FP32, BF16)
+    ]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x, m_splits = inputs(device)
+    for layer, given in zip(layers, (x, x.detach().to(BF16)), strict=True):
+        for w in layer.weights:
+            w.main_grad = torch.zeros_like(w, dtype=FP32, requires_grad=False)
+        with torch.autocast(device, dtype=BF16, enabled=layer is layers[0]):
+            y = layer(given, m_splits)
+        y.float().square().sum().backward()
+    for w, other in zip(*(layer.weights for layer in layers), strict=True):
+        assert w.grad is None
+        assert other.dtype == (FP32 if recipe else BF16)
+        assert_same_bits(w.main_grad, other.main_grad)
 
 
 @pytest.mark.parametrize(
-    ("name", "single"),
-    in_turn({name: name for name in ("none", "block", "delayed", "mxfp8")}, ONE_OR_APART),
+    ("make", "name"),
+    [
+        *in_turn({name: EVERY_LAYER[name] for name in ONE_OR_APART}, {n: n for n in RECIPES}),
+        *((make_mlp, name) for name in ("delayed", "mxfp8")),
+    ],
 )
-def test_inductor_clones_neither_main_grad_nor_cache(single: bool, name: str) -> None:
-    layer = make_layer(
-        RECIPES[name],
-        cache_weights=True,
-        fuse_wgrad_accumulation=True,
-        single_grouped_weight=single,
-    )
-    plain = make_layer(RECIPES[name])
-    main_grad, (x, m_splits) = give_main_grads(layer, value=torch.nan), inputs()
+def test_inductor_clones_neither_main_grad_nor_cache(make: Any, name: str) -> None:
+    layer = make(RECIPES[name], cache_weights=True, fuse_wgrad_accumulation=True)
+    plain, (x, m_splits) = make(RECIPES[name]), inputs()
+    training.give_main_grads(layer, training.FEATURES["fused"])
     compiled = torch.compile(layer, fullgraph=True)
 
     def step() -> None:
@@ -264,9 +306,12 @@ def test_inductor_clones_neither_main_grad_nor_cache(single: bool, name: str) ->
     code = "\n".join(codes)
     assert len(codes) == 2
     assert ".copy_(" not in code
-    assert not re.search(r"= empty_strided\w*\(", code)
-    plain(x, m_splits).square().sum().backward()
-    assert_same_bits(main_grad, plain.weight.grad)
+    allocated = set(re.findall(r"= empty_strided\w*\(\(([\d, ]*)\)", code))
+    if isinstance(layer, training.Routed):  # which has tensors between its products
+        allocated &= {str([*t.shape])[1:-1] for w in layer.weights for t in (w, w.mT)}
+    assert not allocated
+    _, *expected = outcome(plain(x, m_splits), every_weight(plain))
+    assert_all_same_bits((w.main_grad for w in every_weight(layer)), expected)
 
 
 def test_mistakes() -> None:
@@ -285,6 +330,11 @@ def test_mistakes() -> None:
     frozen = make_layer(fuse_wgrad_accumulation=True)
     frozen.weight.requires_grad_(False)
     frozen(*inputs()).sum().backward()
+    mlp = make_mlp(fuse_wgrad_accumulation=True)
+    mlp.weights[0].main_grad = torch.zeros_like(mlp.weights[0], requires_grad=False)
+    assert sentence(lambda: mlp(*inputs())) == (
+        "GroupedMLP: fuse_wgrad_accumulation adds to down_proj.main_grad, which is not set"
+    )
 
 
 # --- deferred -------------------------------------------------------------------------------------
@@ -510,21 +560,16 @@ def keep_ours(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 
 
 @pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
-@pytest.mark.parametrize("form", ["one", "apart", "mlp"])
+@OF_EACH
 def test_selective_checkpointing_that_keeps_our_ops(
-    form: str, recipe: Recipe | None, device: str, poisoned: None
+    make: Any, recipe: Recipe | None, device: str, poisoned: None
 ) -> None:
     """What a kept op returned is not computed again, so nothing may be filled by one."""
-    layer: nn.Module = make_layer(recipe, device, single_grouped_weight=form == "one")
-    x, m_splits = inputs(device)
-    routed: tuple[Tensor, ...] = (m_splits,)
-    if form == "mlp":
-        layer = GroupedMLP(E, K, N, recipe=recipe, device=device)
-        routed = torch.rand(T, E, device=device).topk(2)
+    layer, (x, m_splits) = make(recipe, device), inputs(device)
     contexts = partial(create_selective_checkpoint_contexts, keep_ours)
     gradients = []
     for options in ({}, {"context_fn": contexts}):
-        y = checkpoint(layer, x, *routed, use_reentrant=False, **options)
+        y = checkpoint(layer, x, m_splits, use_reentrant=False, **options)
         gradients.append(torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]))
     assert_all_same_bits(*gradients)
 
@@ -545,14 +590,10 @@ def test_mx_blocks_of_a_weight_end_with_its_expert() -> None:
 
 
 @EVERY_RECIPE
-@pytest.mark.parametrize("form", ["one", "apart", "mlp"])
-def test_selective_checkpointing_that_keeps_gemms(form: str, recipe: Recipe | None) -> None:
+@OF_EACH
+def test_selective_checkpointing_that_keeps_gemms(make: Any, recipe: Recipe | None) -> None:
     """ops.GEMMS as a policy: a recompute multiplies nothing."""
-    layer: nn.Module = make_layer(recipe, single_grouped_weight=form == "one")
-    x, m_splits = inputs()
-    routed: tuple[Tensor, ...] = (m_splits,)
-    if form == "mlp":
-        layer, routed = GroupedMLP(E, K, N, recipe=recipe), torch.rand(T, E).topk(2)
+    layer, (x, m_splits) = make(recipe), inputs()
     names = {op._schema.name.removeprefix("grouped_linear::") for op in ops.GEMMS}
 
     def gemms(calls: Calls) -> int:
@@ -562,12 +603,12 @@ def test_selective_checkpointing_that_keeps_gemms(form: str, recipe: Recipe | No
     contexts = partial(create_selective_checkpoint_contexts, [*ops.GEMMS])
     for options in ({}, {"context_fn": contexts}):
         with Calls() as forward:
-            y = checkpoint(layer, x, *routed, use_reentrant=False, **options)
+            y = checkpoint(layer, x, m_splits, use_reentrant=False, **options)
         with Calls() as backward:
             y.sum().backward()
         multiplied.append((gemms(forward), gemms(backward)))
     (in_forward, recomputed), (again, kept) = multiplied
-    assert again == in_forward == (2 if form == "mlp" else 1)
+    assert again == in_forward == (2 if make is make_mlp else 1)
     assert recomputed - kept == in_forward
 
 
@@ -626,28 +667,24 @@ def test_saved_input(recipe: Recipe | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "flag", "compiled"), pairwise(RECIPES, {"bool": bool, "tensor": torch.tensor}, WAYS)
+    ("recipe", "flag"), in_turn(RECIPES, {"bool": bool, "tensor": torch.tensor})
 )
-def test_checkpointed_micro_batches(
-    flag: Any, compiled: bool, recipe: Recipe | None, device: str
+def test_micro_batches_whose_recompute_is_compiled(
+    flag: Any, recipe: Recipe | None, device: str
 ) -> None:
-    """A recompute quantizes the weight once more, to the same bytes, and records the same amax."""
+    """It quantizes the weight once more, to the same bytes, and records the same amax."""
     results = []
-    for checkpointed in (False, True):
+    for compiled in (False, True):
         layer = make_layer(recipe, device, cache_weights=True, fuse_wgrad_accumulation=True)
-        main_grad = give_main_grads(layer, value=torch.nan)
-
-        def call(x: Tensor, m_splits: Tensor, first: Any, layer: nn.Module = layer) -> Tensor:
-            return checkpoint(layer, x, m_splits, first, use_reentrant=False)
-
-        function: Any = call if checkpointed else layer
-        if compiled and checkpointed:
-            function = torch.compile(call, fullgraph=True, backend="aot_eager")
+        main_grad, call = give_main_grads(layer, value=torch.nan), layer
+        if compiled:
+            again = partial(checkpoint, layer, use_reentrant=False)
+            call = torch.compile(again, fullgraph=True, backend="aot_eager")
         xs = []
         for i in range(2):
             x, m_splits = inputs(device, seed=i)
             first = torch.tensor(i == 0, device=device) if flag is torch.tensor else i == 0
-            function(x, m_splits, first).square().sum().backward()
+            call(x, m_splits, first).square().sum().backward()
             xs.append(x)
         results.append([main_grad, *(x.grad for x in xs), layer.bias.grad, *layer.buffers()])
     assert_all_same_bits(*results)
@@ -684,16 +721,31 @@ def test_some_experts_frozen() -> None:
     assert_same_bits(layer.weight2.grad, plain.weight.grad[2])
 
 
+@pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
+@pytest.mark.parametrize("make", [make_layer, make_mlp])
+def test_a_gradient_penalty_is_refused(make: Any, recipe: Recipe | None) -> None:
+    """Not taken for a constant where the incoming gradient is one, as that of a sum is."""
+    layer, (x, m_splits) = make(recipe), inputs()
+    y = layer(x, m_splits)
+    (expected,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert_same_bits(dx.detach(), expected)
+    loss = y.sum() + dx.square().sum()
+    with pytest.raises(RuntimeError, match="grouped_linear: there is no second derivative"):
+        torch.autograd.grad(loss, [*layer.parameters()], retain_graph=True)
+    with pytest.raises(RuntimeError, match="grouped_linear: there is no second derivative"):
+        loss.backward()
+
+
 @EVERY_RECIPE
-@pytest.mark.parametrize("whole_mlp", [False, True], ids=["layer", "mlp"])
-def test_what_else_autograd_offers_is_refused(whole_mlp: bool, recipe: Recipe | None) -> None:
+@pytest.mark.parametrize("make", [make_layer, make_mlp])
+def test_what_else_autograd_offers_is_refused(make: Any, recipe: Recipe | None) -> None:
     """A Hessian, forward mode, torch.func: never answered with zeros."""
-    layer, mlp = make_layer(recipe), GroupedMLP(E, K, N, recipe=recipe)
-    (x, m_splits), chosen = inputs(), torch.arange(T)[:, None] % E
+    layer, (x, m_splits) = make(recipe), inputs()
     x = x.detach()
 
     def call(x: Tensor) -> Tensor:
-        y: Tensor = mlp(x, torch.ones(T, 1), chosen) if whole_mlp else layer(x, m_splits)
+        y: Tensor = layer(x, m_splits)
         return y
 
     def loss(x: Tensor) -> Tensor:
@@ -777,26 +829,16 @@ def test_in_a_region_of_a_graph(is_mlp: bool, recipe: Recipe | None) -> None:
 # --- a backward in two halves ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["layer", "apart", "mlp"])
+@OF_EACH
 @pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
-def test_main_grad_of_a_backward_in_two_halves(recipe: Recipe | None, kind: str) -> None:
+def test_main_grad_of_a_backward_in_two_halves(recipe: Recipe | None, make: Any) -> None:
     """As pipelines without bubbles run it: first for x, then for the weights, by torch itself."""
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"recipe": recipe, "fuse_wgrad_accumulation": True}
-    layer: Any = (
-        GroupedMLP(E, K, N, **options)
-        if kind == "mlp"
-        else linear_of(E, K, N, single_grouped_weight=kind == "layer", **options)
+    layer, before, (given, m_splits) = (
+        make(recipe, fuse_wgrad_accumulation=True),
+        nn.Linear(K, K),
+        inputs(),
     )
-    before = nn.Linear(K, K)
-    fused = [p for name, p in layer.named_parameters() if "bias" not in name]
-    (given, m_splits), chosen = inputs(), torch.arange(T)[:, None] % E
-
-    def call() -> Tensor:
-        x = before(given)
-        y: Tensor = layer(x, torch.ones(T, 1), chosen) if kind == "mlp" else layer(x, m_splits)
-        return y
-
+    fused = every_weight(layer)
     results = []
     for in_halves in (False, True):
         for p in fused:
@@ -805,7 +847,7 @@ def test_main_grad_of_a_backward_in_two_halves(recipe: Recipe | None, kind: str)
         for t in (given, *parameters):
             t.grad = None
         for _ in range(2):  # micro-batches
-            y = call()
+            y = layer(before(given), m_splits)
             dy = torch.ones_like(y)
             if in_halves:
                 _, groups = stage_backward_input([y], [dy], [given], iter(parameters))

@@ -18,6 +18,7 @@ from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
     GroupedLinear,
+    GroupedMLP,
     MXFP8BlockScaling,
     Recipe,
     grouped_linear,
@@ -435,3 +436,42 @@ def test_weight_dtype_may_differ_under_a_recipe(name: str) -> None:
     magnitudes = reference.Operands(*(t.abs() for t in operands))
     magnitude = reference.layer(magnitudes, None, SMALL.offs(), dy.abs())
     assert within(dw, expected.dw, rounded(expected.dw, 2.0**-11 * magnitude.dw, FP32))
+
+
+# --- its module ----------------------------------------------------------------------------------
+
+
+def test_initialisation_is_that_of_linear() -> None:
+    layer = GroupedLinear(4, 64, 256)
+    bound = 64**-0.5
+    for p in layer.parameters():
+        assert p.abs().max() <= bound
+        # 1024 or more draws come within 1% of the bound, and their mean within a few errors of 0
+        assert p.abs().max() > 0.99 * bound
+        assert p.mean().abs() < 4 * bound / (3 * p.numel()) ** 0.5
+    assert not torch.equal(layer.weight[0], layer.weight[1])
+
+
+def test_configuration_is_read_only() -> None:
+    layer, mlp = GroupedLinear(3, 16, 32, recipe=Float8BlockScaling()), GroupedMLP(3, 16, 32)
+    assert (layer.num_experts, layer.in_features, layer.out_features) == (3, 16, 32)
+    assert layer.recipe == Float8BlockScaling()
+    assert (mlp.num_experts, mlp.hidden_size, mlp.intermediate_size) == (3, 16, 32)
+    for one in (layer, mlp):
+        with pytest.raises(AttributeError, match="recipe"):
+            one.recipe = None
+
+
+@RECIPES
+def test_meta_device(recipe: Recipe | None) -> None:
+    torch.manual_seed(5)
+    expected = GroupedLinear(3, 16, 32, recipe=recipe)
+    layer = GroupedLinear(3, 16, 32, recipe=recipe, device="meta")
+    x, m_splits = torch.randn(7, 16), torch.tensor([3, 0, 4])
+    assert layer(x.to("meta"), m_splits.to("meta")).is_meta
+    layer.reset_parameters()  # nothing to draw yet
+    layer.to_empty(device="cpu")
+    torch.manual_seed(5)
+    layer.reset_parameters()
+    assert_same_bits(layer(x, m_splits), expected(x, m_splits))
+    assert all(p.requires_grad for p in layer.parameters())

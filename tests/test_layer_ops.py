@@ -9,9 +9,8 @@ import torch
 
 from grouped_linear import Float8BlockScaling, GroupedLinear, ops
 from grouped_linear.nn import functional
-from support.compare import assert_all_same_bits, assert_same_bits
+from support.compare import assert_same_bits
 from support.groups import GROUPS
-from support.layers import linear_of
 from support.tensors import BF16, FP32
 
 
@@ -29,28 +28,6 @@ def test_x_and_weight_of_two_dtypes(
     q_w = ops.quantize_weight(w.to(w_dtype))
     product = ops.grouped_scaled_mm(q_x.q, q_w.q.mT, q_x.scale, q_w.scale.mT, offs, None, x_dtype)
     assert_same_bits(y, product)
-
-
-def test_an_eager_layer_gives_the_bits_of_separate_ops(device: str) -> None:
-    """save_original_input takes the ops one by one."""
-    groups = GROUPS["unaligned"]
-    results = []
-    for save_input in (False, True):
-        torch.manual_seed(0)
-        layer = linear_of(
-            groups.E,
-            groups.K,
-            groups.N,
-            recipe=Float8BlockScaling(),
-            dtype=BF16,
-            device=device,
-            save_original_input=save_input,
-        )
-        x = torch.randn(groups.T, groups.K, device=device).to(BF16).requires_grad_()
-        y = layer(x, torch.tensor(groups.m_splits, device=device))
-        y.backward(torch.randn_like(y, dtype=FP32).to(BF16))
-        results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
-    assert_all_same_bits(*results)
 
 
 def test_what_is_not_asked_for_has_no_place_in_memory(device: str) -> None:

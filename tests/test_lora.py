@@ -8,6 +8,7 @@ token, F features inside an expert, G = 2 F or F, K in_features, N out_features,
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, TypeVar
 
 import pytest
@@ -164,20 +165,32 @@ def in_double(results: list[Tensor]) -> list[Tensor]:
     return [t.double().cpu() for t in results]
 
 
-@pytest.mark.parametrize("which", ADAPTED)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("recipe", STATELESS.values(), ids=STATELESS)
-def test_expert_layer(recipe: Recipe | None, kind: str, which: str, device: str) -> None:
-    """Outputs and every gradient are those of the parts, in float32, for every recipe."""
+@pytest.mark.parametrize(
+    ("recipe", "kind", "which", "drop"),
+    [
+        *product(STATELESS, KINDS, ADAPTED, [0.0]),
+        *((recipe, "plain", "both", 0.3) for recipe in ("none", "block")),
+    ],
+)
+def test_expert_layer(recipe: str, kind: str, which: str, drop: float, device: str) -> None:
+    """Outputs and every gradient are those of the parts, in float32, for every recipe.
+
+    Rows of no expert may hold NaN. Both adapters drop features of their own input.
+    """
     leaves = mlp_leaves(sum(SPLITS) + 20, kind, which, device, FP32)
+    with torch.no_grad():
+        leaves[0][sum(SPLITS) :] = torch.nan
     # A sum that is rounded another way may become a neighbouring FP8 number. MXFP8 multiplies in
     # bf16, the adapter's factors too.
-    tolerance = 1e-5 if recipe is None else 2e-2
-    if isinstance(recipe, MXFP8BlockScaling):
-        tolerance = 6e-2
-    actual = run(fused_sorted(kind, recipe, SPLITS), leaves)
-    expected = run(composed_sorted(kind, recipe, SPLITS), leaves)
-    near(actual, in_double(expected), tolerance)
+    tolerance = {"none": 1e-5, "mxfp8": 6e-2}.get(recipe, 2e-2)
+    results = []
+    for make in (fused_sorted, composed_sorted):
+        torch.manual_seed(5)
+        results.append(run(make(kind, STATELESS[recipe], SPLITS, drop), leaves))
+    near(results[0], in_double(results[1]), tolerance)
+    y, dx, *_ = results[0]
+    assert not y[sum(SPLITS) :].any()
+    assert not dx[sum(SPLITS) :].any()
 
 
 @pytest.mark.parametrize("rank", [1, 16, 40, 256])
@@ -291,22 +304,6 @@ def test_linear_layer(drop: float, recipe: Recipe | None, device: str) -> None:
     # MXFP8 multiplies in bf16, the adapter's factors too.
     tolerance = 5e-3 if isinstance(recipe, MXFP8BlockScaling) else 1e-5
     near(run(call, leaves), in_double(run(parts, leaves)), tolerance)
-
-
-@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
-def test_dropout_of_expert_layer(recipe: Recipe | None, device: str) -> None:
-    """Both adapters drop their own input's features, and outputs and gradients drop the same."""
-    leaves = mlp_leaves(sum(SPLITS), "plain", "both", device, FP32)
-    results = []
-    for make in (fused_sorted, composed_sorted):
-        call = make("plain", recipe, SPLITS, drop=0.3)
-
-        def seeded(*leaves: Any, call: Callable[..., Tensor] = call) -> Tensor:
-            torch.manual_seed(5)
-            return call(*leaves)
-
-        results.append(run(seeded, leaves))
-    near(results[0], in_double(results[1]), 1e-5 if recipe is None else 2e-2)
 
 
 def test_dropout_is_of_training() -> None:
@@ -467,20 +464,6 @@ def test_dropout_of_routed_rows(max_rows: int | None, device: str) -> None:
 
     leaves = [x, mlp.down_proj_lora_a, mlp.down_proj_lora_b]
     near(run(routed, leaves), in_double(run(composed, leaves)), 1e-5)
-
-
-@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
-def test_rows_of_no_expert(recipe: Recipe | None, device: str) -> None:
-    """They may hold NaN: outputs are zero there, gradients of everything are finite."""
-    leaves = mlp_leaves(sum(SPLITS) + 20, "plain", "both", device, BF16)
-    x = leaves[0]
-    assert x is not None
-    with torch.no_grad():
-        x[sum(SPLITS) :] = torch.nan
-    y, dx, *rest = run(fused_sorted("plain", recipe, SPLITS), leaves)
-    assert not y[sum(SPLITS) :].any()
-    assert not dx[sum(SPLITS) :].any()
-    assert all(t.isfinite().all() for t in (y, dx, *rest))
 
 
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])

@@ -248,17 +248,6 @@ def test_down_s_wgrad_of_few_features_is_in_16_bits(
     assert_same_bits(actual[3], run(ours(experts, composed(recipe)), leaves)[3])
 
 
-def test_dgrad_s_weight_alone_is_quantized_again(device: str) -> None:
-    experts = ROUTINGS["random"].to(device)
-    with Calls() as calls:
-        run(
-            ours(experts, Float8BlockScaling(requantize_weights=True)),
-            leaves_of(experts, device, BF16),
-        )
-    assert calls.counts["quantize_weight rowwise"] == 2
-    assert calls.counts["quantize_weight columnwise"] == 2
-
-
 def test_every_fused_op_and_no_other(device: str) -> None:
     experts = ROUTINGS["random"].to(device)
     leaves = leaves_of(experts, device, BF16)
@@ -387,21 +376,21 @@ def mlp_of(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "kind"),
-    in_turn(
-        {name: MORE_RECIPES[name] for name in (*SIMPLE_RECIPES, "block_bf16_wgrad")},
-        {"plain": "plain", "gpt_oss": "gpt_oss"},
-    ),
+    ("kind", "recipe", "saved"),
+    [
+        *in_turn(
+            {"plain": "plain", "gpt_oss": "gpt_oss"},
+            {name: MORE_RECIPES[name] for name in (*SIMPLE_RECIPES, "block_bf16_wgrad")},
+            {"as_it_is": False},
+        ),
+        *in_turn(
+            {kind: kind for kind in OTHERS},
+            {name: MORE_RECIPES[name] for name in ("none", "block")},
+            {"as_it_is": False, "in_fp8": True},
+        ),
+    ],
 )
-def test_compiled_in_one_graph(kind: str, recipe: Recipe | None, device: str) -> None:
-    assert_one_graph(mlp_of(kind, recipe, device, BF16), device, seeds=2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "saved"), in_turn({kind: kind for kind in OTHERS}, {"as_it_is": False, "in_fp8": True})
-)
-def test_others_compiled_in_one_graph(kind: str, saved: bool, device: str) -> None:
-    recipe = Float8BlockScaling() if saved else None
+def test_compiled_in_one_graph(kind: str, recipe: Recipe | None, saved: bool, device: str) -> None:
     mlp = mlp_of(kind, recipe, device, BF16, save_gate_up_in_fp8=saved)
     assert_one_graph(mlp, device, seeds=2)
 
@@ -439,19 +428,11 @@ def test_one_compile_for_every_number_of_tokens(device: str) -> None:
     assert counter.frame_count == 1
 
 
-def test_inputs_of_unknown_and_equal_sizes(device: str) -> None:
-    """Of three inputs whose tokens nobody knows the numbers are taken for one."""
-    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), device=device)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(mlp, fullgraph=True, backend=counter)
-    for T in (0, 1, 33, 7):
-        inputs = torch.randn(T, H, device=device), *torch.rand(T, E, device=device).topk(2)
-        for t in inputs:
-            torch._dynamo.decorators.mark_unbacked(t, 0)
-        assert_same_bits(compiled(*inputs), mlp(*inputs))
-    assert counter.frame_count == 1
+def test_tokens_that_differ_in_a_graph() -> None:
+    mlp, inputs = GroupedMLP(E, H, F), (torch.randn(7, H), *torch.rand(7, E).topk(2))
+    fewer = [t[: 3 + i].clone() for i, t in enumerate(inputs)]
     with pytest.raises(Exception, match="differ in their tokens"):
-        torch.compile(mlp, backend="aot_eager")(*(t[: 3 + i].clone() for i, t in enumerate(inputs)))
+        torch.compile(mlp, backend="aot_eager")(*fewer)
 
 
 def test_one_expert_a_token_without_a_dimension_for_it() -> None:
@@ -554,10 +535,6 @@ def test_trains_with_delayed_scaling(device: str) -> None:
     assert mlp.down_proj_state is not None
     for operand in (*mlp.gate_up_proj_state.operands, *mlp.down_proj_state.operands):
         assert operand.amax_history[0, : E - 1].all()  # the last expert has no tokens
-    y = mlp(x, weights, experts)
-    update_scales(mlp)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
 
 
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])

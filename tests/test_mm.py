@@ -89,9 +89,11 @@ def assert_groups_alone_have_these_bits(sample: Sample, device: str) -> None:
     ),
 )
 def test_tiles_of_either_width(op: str, row_major: bool, dtype: torch.dtype, device: str) -> None:
+    """Row-major as in dgrad, of the scales of quantize_weight as they are; fprop's are a view."""
     sample = make(op, LARGE, dtype, bias=True)
     if row_major:
-        sample = sample.but(b=sample["b"].contiguous())
+        stored = {n: sample[n].contiguous() for n in {"b", "scale_b"} & set(sample.arguments)}
+        sample = sample.but(**stored)
     check(sample, device)
     assert_groups_alone_have_these_bits(sample, device)
 
@@ -115,8 +117,8 @@ def test_swapped_operands(pass_: str, device: str) -> None:
 @pytest.mark.parametrize("N", [16, 64, 80, 128])
 def test_narrow_products(N: int, row_major: bool, dtype: torch.dtype, device: str) -> None:
     groups = Groups(LARGE.m_splits, LARGE.T, K=LARGE.K, N=N)
-    for gathers in ({}, {"gathers": "rows"}):
-        sample = make("grouped_mm", groups, dtype, bias=True, **gathers)
+    for options in ({}, {"gathers": "rows"}, {"out_dtype": FP32}):
+        sample = make("grouped_mm", groups, dtype, bias=True, **options)
         if row_major:
             sample = sample.but(b=sample["b"].contiguous())
         check(sample, device)
@@ -185,28 +187,6 @@ def test_power_of_two_scales(name: str, scale: float, dtype: torch.dtype, device
     wgrad = make("grouped_scaled_mm_wgrad", groups, dtype)
     wgrad = wgrad.but(dy_t=dy_t, x_t=q_t, scale_dy_t=scale_dy_t, scale_x_t=scale_t)
     check(wgrad, device)
-
-
-def test_dgrad_reads_the_scales_of_fprop(device: str) -> None:
-    """dgrad passes a view of the weight's q_t, and its scales as they are; fprop a view of them."""
-    groups = GROUPS["capacity"]
-    swapped = Groups(groups.m_splits, groups.T, K=groups.N, N=groups.K)
-    sample = make("grouped_scaled_mm", swapped, BF16)
-    w = torch.randn(groups.E, groups.N, groups.K)
-    _, scale, q_t = reference.quantize_weight(w, reference.Scaling(False))
-    assert not sample["scale_b"].is_contiguous()
-    sample = sample.but(b=q_t.mT, scale_b=scale)
-    check(sample, device)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dgrad_reads_the_weight_as_it_is(dtype: torch.dtype, device: str) -> None:
-    groups = GROUPS["capacity"]
-    swapped = Groups(groups.m_splits, groups.T, K=groups.N, N=groups.K)
-    w = torch.randn(groups.E, groups.N, groups.K).to(dtype)
-    for out_dtype in (dtype, FP32):
-        sample = make("grouped_mm", swapped, dtype, out_dtype=out_dtype).but(b=w)
-        check(sample, device)
 
 
 @pytest.mark.parametrize("K", [48, 64], ids=["K", "K is N"])

@@ -74,13 +74,17 @@ def routings() -> dict[str, Tensor]:
             torch.arange(len(everywhere))[:, None] < len(everywhere) // 2, everywhere, nothing
         ),
         "none at all": nothing,
+        "some to none": torch.where(everywhere % 3 == 0, -1, everywhere),
         "no experts": torch.where(everywhere % 2 == 0, -(2**63), 2**32 + everywhere),
         "everywhere": everywhere,
     }
 
 
 def check_routing(recipe: Any, how: dict[str, Any], rank: int, directory: Path) -> None:
-    """Whoever gets everything or nothing; rows of NaN and infinity touch nobody else's."""
+    """Whoever gets everything or nothing; rows of NaN and infinity touch nobody else's.
+
+    Tokens of no expert are zero, whatever they hold.
+    """
     torch.manual_seed(0)
     whole = GroupedMLP(E, H, F, recipe=recipe, device=device())
     for mesh in meshes():
@@ -92,6 +96,7 @@ def check_routing(recipe: Any, how: dict[str, Any], rank: int, directory: Path) 
                 torch.manual_seed(1)
                 x, dy = torch.randn(2, PROCESSES * T, H)
                 weights = torch.rand(PROCESSES * T, 2)
+                x[(experts == -1).all(1)] = torch.nan
                 if bad is not None:  # of each process one token of two experts
                     x[::T], dy[1::T, 3], weights[2::T] = bad, bad, bad
                     experts = experts.clone()

@@ -184,38 +184,12 @@ def load_into(model: nn.Module, checkpoint: Path) -> None:
     set_model_state_dict(model, state)
 
 
-def zeros(experts: int = E) -> Model:
+def sharded_zeros(experts: int = E) -> Model:
     model = Model(experts)
     for p in model.parameters():
         nn.init.zeros_(p)
-    return model
-
-
-def sharded_zeros(experts: int = E) -> Model:
-    model = zeros(experts)
     shard(model)
     return model
-
-
-def check_saved_by_two(background: bool, experts: int, rank: int, directory: Path) -> None:
-    """Loaded by two and by one, as bytes."""
-    whole, sharded = Model(experts), Model(experts)
-    shard(sharded)
-    state = get_model_state_dict(sharded)
-    assert [state[f"experts.{name}"].dtype for name in FROZEN] == [torch.uint8, torch.uint8]
-    if background:
-        saving: Any = dcp.async_save(state, checkpoint_id=directory)
-        getattr(saving, "upload_completion", saving).result()
-    else:
-        dcp.save(state, checkpoint_id=directory)
-    restored, alone = sharded_zeros(experts), zeros(experts)
-    load_into(restored, directory)
-    assert_frozen_is_shard(restored, whole, rank)
-    state = alone.state_dict()
-    dcp.load(state, checkpoint_id=directory)
-    alone.load_state_dict(state)
-    for name in FROZEN:
-        assert_same_bits(alone.experts.get_parameter(name), whole.experts.get_parameter(name))
 
 
 def check_saved_by_one(experts: int, rank: int, directory: Path) -> None:
@@ -287,27 +261,6 @@ def check_data_parallel(rank: int, directory: Path) -> None:
     assert_all_same_bits(train(model, parallel), train(twin, twin))
     for name in FROZEN:
         assert_same_bits(model.experts.get_parameter(name), twin.experts.get_parameter(name))
-
-
-def check_mlp(rank: int, directory: Path) -> None:
-    """Both parameters of a GroupedMLP."""
-
-    def make() -> GroupedMLP:
-        torch.manual_seed(0)
-        return GroupedMLP(E, K, N, recipe=Float8BlockScaling(), dtype=BF16, weights="fp8")
-
-    def call(mlp: GroupedMLP) -> Callable[..., Tensor]:
-        token = torch.arange(T)
-        experts, scores = torch.stack([token % E, token // 7 % 3], dim=1), torch.full((T, 2), 0.5)
-        return lambda x, _: mlp(x, scores, experts)
-
-    whole, sharded = make(), make()
-    shard(sharded)
-    for a, b in zip(train(sharded, call(sharded)), train(whole, call(whole)), strict=True):
-        assert_same_bits(a, b)
-    for p, of_whole in zip(sharded.parameters(), whole.parameters(), strict=True):
-        assert isinstance(p, DTensor)
-        assert_same_bits(p.to_local(), shard_of(of_whole, rank))
 
 
 class Delayed(nn.Module):
@@ -435,15 +388,12 @@ CHECKS: Checks = {
     "nothing_kept_of_weights": check_nothing_kept_of_weights,
     "replicas": check_replicas,
     "bytes": check_bytes,
-    "saved_by_two": partial(check_saved_by_two, False, E),
-    "saved_in_the_background": partial(check_saved_by_two, True, 3),
     "saved_by_one": partial(check_saved_by_one, E),
     "saved_by_one_of_three_experts": partial(check_saved_by_one, 3),
     "whole_states": check_whole_states,
     **{f"reset_{name}": partial(check_reset, name) for name in RESETS},
     "compiled": check_compiled,
     "data_parallel": check_data_parallel,
-    "mlp": check_mlp,
     "delayed_scaling": check_delayed_scaling,
     "amaxes_of_both_processes": check_amaxes_of_both_processes,
     "broadcast_buffers": check_broadcast_buffers_are_refused,

@@ -69,6 +69,9 @@ class Model(nn.Module):
         torch.manual_seed(0)
         options: dict[str, Any] = {"recipe": recipe, "dtype": dtype, "device": device()}
         self.layers = nn.ModuleList(GroupedMLP(E, H, F, weights=weights, **options) for _ in "ab")
+        with torch.no_grad():  # blocks have other scales than their neighbours
+            for p in self.parameters():
+                p.mul_(torch.logspace(-1, 1, p.numel(), device=p.device).view_as(p))
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = (torch.arange(T, device=x.device)[:, None] + torch.arange(2, device=x.device)) % E

@@ -285,22 +285,26 @@ def in_fp8(model: nn.Module, experts: Any, device: str) -> tuple[Any, list[Tenso
 
 
 @pytest.mark.parametrize(
-    ("family", "compiled"), [*((family, False) for family in FAMILIES), ("gpt_oss", True)]
+    ("family", "recipe", "compiled"),
+    [
+        *((family, Float8BlockScaling(), False) for family in FAMILIES),
+        ("gpt_oss", Float8BlockScaling(), True),
+        *((family, Float8CurrentScaling(), False) for family in ("mixtral", "gpt_oss")),
+    ],
+    ids=str,
 )
-def test_trains_in_both_precisions(family: str, compiled: bool, device: str) -> None:
+def test_trains_in_both_precisions(family: str, recipe: Any, compiled: bool, device: str) -> None:
     """Steps have the bits of quantizing in each call, and no call quantizes a weight."""
     torch._dynamo.reset()
     results = []
     torch.manual_seed(0)
     model = model_of(family, device)
-    model.set_experts_implementation("grouped_linear_fp8")
     ids = [tokens(device, 2, 8) for _ in range(3)]
     for both in (False, True):
         learner = deepcopy(model)
         optimizer = torch.optim.SGD(learner.parameters(), lr=0.01)  # steps what convert makes
-        if both:
-            convert(learner, Float8BlockScaling(), weights="both")
-            assert learner.state_dict().keys() == model.state_dict().keys()
+        convert(learner, recipe, weights="both" if both else None)
+        assert learner.state_dict().keys() == model.state_dict().keys()
         call = learner
         if compiled and both:
             call = torch.compile(learner, backend="aot_eager", fullgraph=True)
@@ -317,18 +321,6 @@ def test_trains_in_both_precisions(family: str, compiled: bool, device: str) -> 
                 torch.testing.assert_close(actual[name], e, rtol=1e-3, atol=1e-3)
             else:
                 assert torch.equal(actual[name], e), name
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_both_precisions_under_current_scaling(family: str) -> None:
-    """Of weights that are stored transposed, too."""
-    model, ids = model_of(family, "cpu"), tokens("cpu", 2, 8)
-    twin = deepcopy(model)
-    convert(model, Float8CurrentScaling())
-    convert(twin, Float8CurrentScaling(), weights="both")
-    expected = train(model, model, ids)
-    for key, actual in train(twin, twin, ids).items():
-        assert torch.equal(actual, expected[key]), key
 
 
 @pytest.mark.parametrize(("act", "compiled"), [("silu", True), ("silu", False), ("gelu", False)])

@@ -813,21 +813,9 @@ def check_reduced(rank: int, folder: Path) -> None:
 
 
 def check_spread(rank: int, folder: Path) -> None:
-    """Processes that have other experts as DTensors are not added up; FSDP2 spreads no experts."""
-    kind, recipe = device().type, Float8BlockScaling()
-    experts: Any = GroupedExperts(4, 32, 16).to(kind)
-    convert(experts, recipe)
-    mesh = init_device_mesh(kind, (2,))
-    for name, p in list(experts.named_parameters(recurse=False)):
-        part = distribute_tensor(p.detach(), mesh, [Shard(0)])
-        experts.register_parameter(name, nn.Parameter(part))
-    seen = watch(experts)
-    experts(rows(32)[:10].to(kind), torch.tensor([4, 6]))
-    with pytest.raises(ValueError, match="are spread over processes of this group"):
-        seen.read(dist.group.WORLD)
-    assert seen.read().loads[0].tokens == (4, 6)
-
-    mlp: Any = GroupedMLP(4, 32, 16, recipe=recipe, device=kind)
+    """FSDP2 over other processes than experts are spread over: their numbers are added up."""
+    kind = device().type
+    mlp: Any = GroupedMLP(4, 32, 16, recipe=Float8BlockScaling(), device=kind)
     both = init_device_mesh(kind, (2, 1), mesh_dim_names=("data", "experts"))
     parallelize_module(mlp, both["experts"], ExpertParallel())
     seen = watch(fully_shard(mlp, mesh=both["data"]))

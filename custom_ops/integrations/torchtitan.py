@@ -57,35 +57,34 @@ if find_spec("spmd_types") is not None:
         local(function)
 
 
-class TitanExperts(Converted):
-    """Experts of torchtitan that compute here."""
+def projection_of(
+    experts: Any, number: int, dtype: torch.dtype, bias: Tensor | None = None
+) -> Projection:
+    """The weight of a GEMM of converted experts as [E, N, K], with its recipe."""
+    name, recipe = _form_of(experts).weights[number], experts.recipe
+    states: Any = getattr(experts, "scaling_states", None)
+    observed: Any = getattr(experts, "observed", None)
+    of_call = (recipe if states is None else states[number].of_call()) or UNQUANTIZED
+    if observed is not None:
+        of_call = observed.recipe(name, of_call)
+    frozen = experts.frozen_weight(name)
+    if frozen is not None:
+        kept = frozen.each(local_part)
+        return Projection((kept.stand_in,), bias, of_call, kept)
+    weight = local_part(getattr(experts, name))
+    if states is not None and len(weight) != len(states[number].weight.scale):
+        raise ValueError(
+            f"{type(experts).__name__}: {type(recipe).__name__} holds scales of "
+            f"{len(states[number].weight.scale)} experts, {len(weight)} are on this process: "
+            "shard in another way or take another recipe"
+        )
+    if recipe is None or not recipe.weight.reads_any_dtype:
+        weight = weight.to(dtype)
+    check_parameter("grouped_linear", "weight", weight)
+    return Projection((as_matrices(weight),), bias, of_call)
 
-    def _projection(self, number: int, dtype: torch.dtype, bias: Tensor | None = None) -> Any:
-        """The weight of a GEMM as [E, N, K], with its recipe."""
-        name, recipe = _form_of(self).weights[number], self.recipe
-        states: Any = getattr(self, "scaling_states", None)
-        observed: Any = getattr(self, "observed", None)
-        of_call = (recipe if states is None else states[number].of_call()) or UNQUANTIZED
-        if observed is not None:
-            of_call = observed.recipe(name, of_call)
-        frozen = self.frozen_weight(name)
-        if frozen is not None:
-            kept = frozen.each(local_part)
-            return Projection((kept.stand_in,), bias, of_call, kept)
-        weight = local_part(getattr(self, name))
-        if states is not None and len(weight) != len(states[number].weight.scale):
-            raise ValueError(
-                f"{type(self).__name__}: {type(recipe).__name__} holds scales of "
-                f"{len(states[number].weight.scale)} experts, {len(weight)} are on this process: "
-                "shard in another way or take another recipe"
-            )
-        if recipe is None or not recipe.weight.reads_any_dtype:
-            weight = weight.to(dtype)
-        check_parameter("grouped_linear", "weight", weight)
-        return Projection((as_matrices(weight),), bias, of_call)
 
-
-class SeamExperts(TitanExperts):
+class SeamExperts(Converted):
     """Experts whose class multiplies by ``_grouped_mm``, torchtitan's seam for low precision.
 
     The seam gets a weight that is cast already. The number of the call tells which weight it is, so
@@ -100,10 +99,10 @@ class SeamExperts(TitanExperts):
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         number, self.calls = self.calls, self.calls + 1
         m_splits_E = offs.diff(prepend=offs.new_zeros(1))
-        return apply_linear(A, m_splits_E, self._projection(number, A.dtype))
+        return apply_linear(A, m_splits_E, projection_of(self, number, A.dtype))
 
 
-class FusedExperts(TitanExperts):
+class FusedExperts(Converted):
     """Experts whose activation is fused into the GEMMs: gate and up are one tensor, interleaved."""
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
@@ -122,7 +121,7 @@ class FusedExperts(TitanExperts):
                 down_bias = down_bias - down_bias.detach() * (1 - 1 / degree)
             biases = gate_up_bias, down_bias
         m_splits_E = num_tokens_per_expert_E.to(torch.int32)  # some routers count in float
-        gate_up, down = (self._projection(i, x_RD.dtype, bias) for i, bias in enumerate(biases))
+        gate_up, down = (projection_of(self, i, x_RD.dtype, bias) for i, bias in enumerate(biases))
         config = MLPConfig(activation, False)
         return apply_mlp_sorted(x_RD, m_splits_E, None, gate_up, down, config).to(x_RD.dtype)
 
@@ -132,7 +131,7 @@ class Form:
     """How a class of torchtitan's holds its experts."""
 
     name: str
-    kind: type[TitanExperts]
+    kind: type[Converted]
     weights: tuple[str, ...]  # in the order of their GEMMs
     biases: tuple[str, ...] = ()  # of these GEMMs
 

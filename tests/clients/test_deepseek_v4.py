@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations import finegrained_fp8
 
@@ -157,34 +156,11 @@ def test_saves_what_learns_as_published(folder: Path, weights: Any, tmp_path: Pa
     assert_same_bits(logits(packed(tmp_path)), expected)
 
 
-def test_generates(folder: Path) -> None:
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    mask = torch.ones_like(IDS)
-    expected = dequantized(folder, dtype=FP32).generate(IDS, attention_mask=mask, **options)
-    model = packed(folder, dtype=FP32)
-    assert torch.equal(model.generate(IDS, attention_mask=mask, **options), expected)
-
-
-@pytest.mark.parametrize("weights", [None, "mxfp4"])
-def test_adapters(folder: Path, weights: Any, tmp_path: Path) -> None:
-    """In float32, so that nothing but the order of sums differs; their files are PEFT's."""
-    found: list[dict[str, Tensor]] = []
-    for model in (packed(folder, None, weights, dtype=FP32), dequantized(folder, dtype=FP32)):
-        config = config_of(target_modules=["q_a_proj"])
-        adapted = peft.get_peft_model(model, for_packed_experts(config))
-        use_grouped_adapters(adapted)
-        randomize(adapted)
-        found.append(results(adapted))
-        adapted.save_pretrained(tmp_path / str(len(found)))
-        if len(found) == 1:
-            assert "in MXFP4 and stays as it is" in sentence(adapted.merge_adapter)
-    assert_close(*found, 1e-4)
-    files = [load_file(tmp_path / str(i) / "adapter_model.safetensors") for i in (1, 2)]
-    assert_same_tensors(files[0], files[1])
-
-
 def test_beside_linear_layers_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As published: they are transformers', whose kernels dequantize here. Saved, and adapters."""
+    """As published: they are transformers', whose kernels dequantize here. Saved, and adapters.
+
+    In float32, so that nothing but the order of sums differs; adapters' files are PEFT's.
+    """
     monkeypatch.setattr(finegrained_fp8, "fp8_linear", fp8_linear)
     monkeypatch.setattr(finegrained_fp8, "fp8_grouped_matmul", fp8_grouped_matmul)
     source = write_checkpoint(tmp_path / "source", linear_in_fp8=True)
@@ -206,7 +182,13 @@ def test_beside_linear_layers_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyP
             use_grouped_adapters(adapted)
             randomize(adapted)
             found.append(results(adapted))
+            adapted.save_pretrained(tmp_path / f"adapter {len(found)}")
+            if len(found) == 1:
+                experts = experts_of(adapted.get_base_model())[0]
+                assert "in MXFP4 and stays as it is" in sentence(experts.merge)
         assert_close(*found, 1e-4)
+        files = [load_file(tmp_path / f"adapter {i}" / "adapter_model.safetensors") for i in (1, 2)]
+        assert_same_tensors(*files)
 
 
 @pytest.mark.parametrize("weights", [None, "mxfp4"])

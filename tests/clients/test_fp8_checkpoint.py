@@ -149,40 +149,6 @@ def test_compiled(folder: Path, weights: Any) -> None:
 
 
 @pytest.mark.parametrize("weights", [None, "fp8"])
-def test_policy_gradients(folder: Path, weights: Any) -> None:
-    """As GRPO does: sample with the adapters, ask the model without them, learn; in one mode."""
-    model = from_pretrained(folder)
-    convert(model, RECIPE, weights=weights)
-    model = peft.get_peft_model(model, config_of(**ADAPTERS))
-    use_grouped_adapters(model)
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True
-    )
-    gains = torch.tensor([1.0, -1.0])
-    base, prompt = logits(model.train()), IDS[:, :4]
-    tokens = model.generate(
-        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=True
-    )
-
-    def log_likelihood() -> Tensor:
-        found = model(input_ids=tokens, use_cache=False).logits[:, 3:-1].log_softmax(dim=-1)
-        return found.gather(-1, tokens[:, 4:, None]).mean(dim=(1, 2))
-
-    before = log_likelihood().detach()
-    for _ in range(5):
-        with torch.no_grad(), model.disable_adapter():
-            reference = log_likelihood()
-        torch.testing.assert_close(reference, before)
-        ours = log_likelihood()
-        (-(gains * ours) + 0.01 * (ours - reference).square()).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert (gains * (log_likelihood() - before)).sum() > 0
-    with model.disable_adapter():
-        assert torch.equal(logits(model), base)
-
-
-@pytest.mark.parametrize("weights", [None, "fp8"])
 def test_adapters_by_trainer_resumed(
     folder: Path, weights: Any, dataset: Any, tmp_path: Path
 ) -> None:

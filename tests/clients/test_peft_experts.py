@@ -47,7 +47,6 @@ from support.adapters import (
     results,
     weights_of,
 )
-from support.trainer import losses, trainer_of
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "both": {},
@@ -567,23 +566,6 @@ def test_dropout(weights: Any) -> None:
         logits(model)
     use_grouped_adapters(model, dropout=0.0)
     assert torch.equal(logits(model), logits(model.eval()))
-
-
-def test_trainer(dataset: Any, tmp_path: Path) -> None:
-    """transformers' Trainer: experts' adapters learn as PEFT's own do, and the base does not."""
-    found = []
-    for ours in (False, True):
-        model = grouped(model_of(), config_of()) if ours else of_peft(model_of())
-        before, adapters = weights_of(model), peft.get_peft_model_state_dict(model)
-        adapters = {name: t.clone() for name, t in adapters.items()}
-        trainer = trainer_of(model, dataset, tmp_path / str(ours))
-        trainer.train()
-        torch.testing.assert_close(weights_of(model), before, rtol=0, atol=0)
-        found.append(losses(trainer))
-        saved = load_file(tmp_path / str(ours) / "checkpoint-4" / "adapter_model.safetensors")
-        assert saved.keys() == adapters.keys()
-        assert not any(torch.equal(t, adapters[name]) for name, t in saved.items())
-    assert found[1] == pytest.approx(found[0], rel=1e-3)
 
 
 def test_the_documentation(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ import peft
 
 from grouped_linear.integrations.peft import for_packed_experts, use_grouped_adapters
 from support.adapters import assert_close, config_of, model_of, results, weights_of
-from support.trainer import losses, trainer_of
 
 
 @pytest.fixture(scope="module")
@@ -146,28 +145,3 @@ def test_refused(folder: Path) -> None:
     for merge in (model.merge_adapter, model.merge_and_unload):
         assert "is in MXFP4 and stays as it is" in sentence(merge)
     assert_same_bits(model(IDS).logits, before)
-
-
-def test_accelerate(folder: Path, tmp_path: Path) -> None:
-    """Its hooks on a device change nothing; offloaded bytes are refused."""
-    with torch.no_grad():
-        assert_same_bits(packed(folder, device_map="cpu")(IDS).logits, packed(folder)(IDS).logits)
-    on_cpu = ["embed_tokens", "layers.0", "norm", "rotary_emb"]
-    places = {f"model.{name}": "cpu" for name in on_cpu}
-    places |= {"lm_head": "cpu", "model.layers.1": "disk"}
-    assert sentence(lambda: packed(folder, device_map=places, offload_folder=tmp_path)) == (
-        "GroupedLinearConfig: model.layers.1.mlp.experts is offloaded by accelerate, whose hooks "
-        "do not keep bytes: load the model without offloading its experts"
-    )
-
-
-def test_trainer(folder: Path, tmp_path: Path) -> None:
-    """transformers' quantizer would refuse; the adapters learn and the bytes stay."""
-    model = ours(folder)
-    before = {n: p.clone() for n, p in model.named_parameters()}
-    dataset = [{"input_ids": IDS[0], "labels": IDS[0]}] * 8
-    trainer = trainer_of(model, dataset, tmp_path)
-    trainer.train()
-    assert losses(trainer)[-1] < losses(trainer)[0]
-    for name, p in model.named_parameters():
-        assert torch.equal(p, before[name]) != (".lora_" in name)

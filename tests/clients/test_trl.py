@@ -3,6 +3,7 @@
 
 import math
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,47 +79,37 @@ def train_adapters(trainer: Any) -> dict[str, Tensor]:
     return adapters
 
 
-@pytest.mark.parametrize("made_by", ["trl", "PEFT"])
-@pytest.mark.parametrize("weights", [None, "fp8"])
-def test_sft(weights: Any, made_by: str, dataset: Any, tmp_path: Path) -> None:
-    """Adapters that trl makes, or gets, learn; no tensor of a weight's shape is made."""
+@pytest.mark.parametrize(
+    ("made_by", "weights"),
+    [
+        *product(("trl", "PEFT"), (None, "fp8")),
+        *product(("trl, of files",), ("fp8", "mxfp4")),
+    ],
+)
+def test_sft(made_by: str, weights: Any, dataset: Any, tmp_path: Path) -> None:
+    """Adapters that trl makes, or gets, learn; no tensor of a weight's shape is made.
+
+    trl loads a model of files itself, by a configuration among its arguments.
+    """
+    options: dict[str, Any] = {"output_dir": str(tmp_path / "run"), **TRAINED}
     model, config = model_of(), config_of()
-    convert(model, Float8BlockScaling() if weights else None, weights=weights)
-    if made_by == "PEFT":
-        model, config = peft.get_peft_model(model, config), None
-    arguments = trl.SFTConfig(output_dir=str(tmp_path), per_device_train_batch_size=2, **TRAINED)
-    rows = [{"text": words_of(row)} for row in dataset]
+    if made_by == "trl, of files":
+        model.save_pretrained(tmp_path)
+        model, config = str(tmp_path), for_packed_experts(config)
+        options["model_init_kwargs"] = {"quantization_config": GroupedLinearConfig(weights)}
+    else:
+        convert(model, Float8BlockScaling() if weights else None, weights=weights)
+        if made_by == "PEFT":
+            model, config = peft.get_peft_model(model, config), None
     trainer = trl.SFTTrainer(
         model,
-        arguments,
-        train_dataset=datasets.Dataset.from_list(rows),
+        trl.SFTConfig(per_device_train_batch_size=2, **options),
+        train_dataset=datasets.Dataset.from_list([{"text": words_of(row)} for row in dataset]),
         processing_class=tokenizer(),
         peft_config=config,
     )
     adapters = train_adapters(trainer)
     assert len(losses(trainer)) == 2
-    assert all(map(math.isfinite, losses(trainer)))
-    after = adapters_of(trainer.model)
-    assert not any(torch.equal(after[n], t) for n, t in adapters.items() if "lora_B" in n)
-
-
-@pytest.mark.parametrize("weights", ["fp8", "mxfp4"])
-def test_sft_from_files(weights: Any, dataset: Any, tmp_path: Path) -> None:
-    """trl loads the model, by a configuration among its arguments."""
-    model_of().save_pretrained(tmp_path)
-    trainer = trl.SFTTrainer(
-        str(tmp_path),
-        trl.SFTConfig(
-            output_dir=str(tmp_path / "run"),
-            per_device_train_batch_size=2,
-            model_init_kwargs={"quantization_config": GroupedLinearConfig(weights)},
-            **TRAINED,
-        ),
-        train_dataset=datasets.Dataset.from_list([{"text": words_of(row)} for row in dataset]),
-        processing_class=tokenizer(),
-        peft_config=for_packed_experts(config_of()),
-    )
-    adapters = train_adapters(trainer)
     assert all(map(math.isfinite, losses(trainer)))
     after = adapters_of(trainer.model)
     assert not any(torch.equal(after[n], t) for n, t in adapters.items() if "lora_B" in n)
