@@ -231,33 +231,49 @@ def kept_by_all_to_all(experts: Tensor, factor: float) -> Tensor:
 
 
 def check_capacity(dispatch: str, factor: float, rank: int, directory: Path) -> None:
-    """Most tokens want the first process's experts. What is past the capacity is no choice."""
+    """Most tokens want the first process's experts, and a fifth nobody: these take no room.
+
+    What is past the capacity is no choice.
+    """
     x, logits, dy = tokens()
     logits[:, :L] += 1.5
-    whole, (_, experts) = make(), route(logits)
+
+    def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights, experts = route(logits)
+        somewhere = torch.arange(len(experts), device=device()) % 5 > 0
+        return weights, torch.where(somewhere[:, None], experts, -1)
+
+    whole, (_, experts) = make(), choose(logits)
     of = kept_by_all_gather if dispatch == "all_gather" else kept_by_all_to_all
     kept = of(experts.cpu(), factor).to(device())
-    assert 0 < (~kept).sum() < kept.numel() / 2
+    lost = (~kept & (experts >= 0)).sum()
+    assert 0 < lost < kept.numel() / 2
     parallel = spread(whole, dispatch, capacity_factor=factor)
 
     def bounded(logits: Tensor) -> tuple[Tensor, Tensor]:
-        weights, experts = route(logits)
+        weights, experts = choose(logits)
         return weights, torch.where(kept, experts, -1)
 
     mine = [t[own(rank)] for t in (x, logits, dy)]
-    compare(step(parallel, *mine), step(whole, x, logits, dy, bounded), rank)
+    compare(step(parallel, *mine, choose), step(whole, x, logits, dy, bounded), rank)
     assert parallel.dispatcher is not None
     dropped = parallel.dispatcher.dropped.clone()
     torch.distributed.all_reduce(dropped)
-    assert dropped == (~kept).sum()
+    assert dropped == lost
     with torch.no_grad():
-        y = parallel(mine[0], *route(mine[1]))
+        y = parallel(mine[0], *choose(mine[1]))
     again = parallel.dispatcher.dropped.clone()
     torch.distributed.all_reduce(again)
     assert again == 2 * dropped
+    dispatcher = spread(whole, dispatch).dispatcher  # without a capacity; an empty slot chose none
+    assert dispatcher is not None
+    came = dispatcher.dispatch(mine[0], *choose(mine[1])).top_k_index
+    here = ((came >= 0) & (came < L)).sum()
+    torch.distributed.all_reduce(here)
+    assert here == (experts >= 0).sum()
     # Dynamo traces no checkpoint that sets an attribute, as `dropped += ...` does.
     compiled = torch.compile(checkpoint, fullgraph=True, backend="aot_eager")
-    given = mine[0].requires_grad_(), *route(mine[1])
+    given = mine[0].requires_grad_(), *choose(mine[1])
     assert_same_bits(compiled(parallel, *given, use_reentrant=False), y)
 
 
