@@ -170,19 +170,25 @@ def test_other_gates_are_heeded(where: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert max(error.values()) < 1e-5
 
 
-@pytest.mark.parametrize("hooked", [False, True], ids=["subclass", "hook"])
+@pytest.mark.parametrize("where", ["class", "instance", "forward hook", "backward hook"])
 @pytest.mark.parametrize("family", ["mixtral", "nemotron_h"])
-def test_what_changes_a_known_activation_is_heeded(family: str, hooked: bool) -> None:
-    """A subclass with another forward, or a hook, that halves the output."""
+def test_what_changes_a_known_activation_is_heeded(family: str, where: str) -> None:
+    """It halves the output, or the gradient of the input."""
     model, ids = model_of(family, "cpu"), tokens("cpu", 3, 7)
     for module in model.modules():
         act_fn = getattr(module, "act_fn", None)
-        if act_fn is not None and hooked:
-            act_fn.register_forward_hook(lambda module, args, h: h / 2)
-        elif act_fn is not None:
-            forward = type(act_fn).forward
-            half = {"forward": lambda self, x, forward=forward: forward(self, x) / 2}
+        if act_fn is None:
+            continue
+        own, forward = act_fn.forward, type(act_fn).forward
+        half = {"forward": lambda self, x, forward=forward: forward(self, x) / 2}
+        if where == "class":
             act_fn.__class__ = type("Half", (type(act_fn),), half)
+        elif where == "instance":
+            act_fn.forward = lambda x, own=own: own(x) / 2
+        elif where == "forward hook":
+            act_fn.register_forward_hook(lambda module, args, h: h / 2)
+        else:
+            act_fn.register_full_backward_hook(lambda module, dx, dh: (dx[0] / 2,))
     found = {}
     for name in ("eager", "grouped_linear"):
         model.set_experts_implementation(name)

@@ -612,10 +612,12 @@ def activation_of(experts: Any) -> Activation | None:
 
 
 def _computes_as(act_fn: Any, *classes: type[nn.Module]) -> bool:
-    """Whether a module computes as one of these classes: a subclass or hooks may do otherwise."""
-    if not isinstance(act_fn, classes) or act_fn._forward_pre_hooks or act_fn._forward_hooks:
+    """Whether a module computes as one of these classes, and nothing of its own, as by hooks."""
+    if not isinstance(act_fn, classes) or "forward" in vars(act_fn):
         return False
-    return type(act_fn).forward in [cls.forward for cls in classes]
+    before, after = act_fn._forward_pre_hooks, act_fn._forward_hooks
+    hooks = before, after, act_fn._backward_pre_hooks, act_fn._backward_hooks
+    return not any(hooks) and type(act_fn).forward in [cls.forward for cls in classes]
 
 
 def same_activation(experts: Any, fp8_experts: Any) -> bool:
