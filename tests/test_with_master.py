@@ -13,6 +13,7 @@ import io
 import pickle
 import re
 import tempfile
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -779,6 +780,16 @@ def test_weights_tied_on_the_meta_device_stay_tied(way: str) -> None:
     model = copy.deepcopy(models[1]).to("meta")
     model[0].weight, model[1].weight = other, another
     assert_same_bits(model[1].weight.master, another.detach())
+
+
+def test_a_parameter_of_the_meta_device_keeps_no_memory() -> None:
+    """Not that of the weight that took its place, where an optimizer or an offloader keeps it."""
+    layer = GroupedLinear(E, K, N, weights="both", device="meta")
+    meta = layer.weight
+    layer.weight = nn.Parameter(torch.ones(E, N, K))
+    taken = weakref.ref(layer.weight)
+    layer.weight = meta
+    assert taken() is None
 
 
 def test_a_weight_of_another_shape_that_is_assigned_on_the_meta_device() -> None:

@@ -6,6 +6,7 @@ there as the bytes of its numbers, and as ``name_scale_inv``, those of its scale
 are the names that error messages begin with.
 """
 
+import weakref
 from typing import Any, Literal
 
 import torch
@@ -159,12 +160,13 @@ def as_master(own: Any, w: Tensor) -> Tensor:
         numbers = local.numbers if isinstance(local, GroupedTensorWithMaster) else local
         storage = StorageWeakRef(numbers.untyped_storage())
         given = storage, numbers._version, numbers.storage_offset(), numbers.stride(), local.dtype
-        if master.taken is not None and master.taken[0] == given:
-            return master.taken[1]
+        shared = master.taken[1]() if master.taken is not None else None
+        if shared is not None and master.taken[0] == given:
+            return shared
     plain = local.dequantize() if isinstance(local, GroupedTensorWithMaster) else local
     dtype = plain.dtype if plain.dtype in ACTIVATIONS else master.dtype
     kept = master.of(plain.to(dtype, copy=True, memory_format=torch.contiguous_format))
     made = nn.Parameter(distributed_like(w, kept, w.shape), own.requires_grad)
     if given is not None:
-        master.taken = given, made
+        master.taken = given, weakref.ref(made)  # whoever keeps the meta parameter keeps no memory
     return made
