@@ -199,13 +199,8 @@ def spread(model: Any, mesh: DeviceMesh, **how: Any) -> None:
 
 def average(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let experts' gradients be means of all processes, too."""
-
-    def mean_of_processes(p: Tensor) -> None:
-        assert p.grad is not None
-        p.grad.div_(mesh.size())
-
     for p in experts_of(model):
-        p.register_post_accumulate_grad_hook(mean_of_processes)
+        p.register_hook(lambda grad: grad / mesh.size())
 
 
 def shard(model: Any, mesh: DeviceMesh, ignored: Any) -> None:

@@ -109,14 +109,8 @@ def main() -> None:
             block.experts, mesh, ExpertParallel(capacity_factor=2.0, fp8=True)
         )
     experts = [p for block in model for p in block.experts.parameters()]
-
-    def mean_of_processes(
-        p: Tensor,
-    ) -> None:  # other parameters' gradients are means already
-        p.grad.div_(processes)
-
-    for p in experts:
-        p.register_post_accumulate_grad_hook(mean_of_processes)
+    for p in experts:  # other parameters' gradients are means already
+        p.register_hook(lambda grad: grad / processes)
     fully_shard(model, mesh=mesh, ignored_params=set(experts))
     if device == "cpu":  # gloo cannot scale while it reduces
         model.set_force_sum_reduction_for_comms(True)

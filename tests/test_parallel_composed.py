@@ -82,12 +82,8 @@ def spread_over_all(model: Model, dispatch: str) -> Model:
     """As the documentation has it, too: experts over all processes, FSDP2 of everything else."""
     mesh = init_device_mesh(device().type, (PROCESSES,))
     parallelize_module(model.experts, mesh, ExpertParallel(dispatch))
-
-    def mean_of_processes(p: Any) -> None:
-        p.grad.div_(mesh.size())
-
     for p in model.experts.parameters():
-        p.register_post_accumulate_grad_hook(mean_of_processes)
+        p.register_hook(lambda grad: grad / mesh.size())
     fully_shard(model, mesh=mesh, ignored_params=set(model.experts.parameters()))
     return model
 
@@ -115,15 +111,17 @@ def replicate_spread(model: Model, dispatch: str) -> Model:
 
 
 def train(model: Model, rank: int | None, clip: Any, steps: int = 3) -> list[Tensor]:
-    """Losses and norms of steps on all processes' tokens, or on those of one."""
+    """Losses and norms of steps on all processes' tokens, or on those of one; two batches each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator, numbers = torch.Generator().manual_seed(1), []
     for _ in range(steps):
         x = torch.randn(PROCESSES * T, H, generator=generator).to(device())
         if rank is not None:
             x = x[rank * T : (rank + 1) * T]
-        loss = (model(x) - x.sin()).square().mean()
-        loss.backward()
+        losses = [(model(part) - part.sin()).square().mean() / 2 for part in x.chunk(2)]
+        for loss in losses:
+            loss.backward()
+        loss = torch.stack(losses).sum()
         norm = clip(model.parameters(), 0.05)
         optimizer.step()
         optimizer.zero_grad()
