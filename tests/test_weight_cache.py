@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
@@ -504,5 +505,8 @@ def test_a_cache_follows_a_weight_that_is_not_registered(make: Make, recipe: Rec
         loaded = right.get_submodule(name)
         module._parameters.update(loaded._parameters)
         module._buffers.update(loaded._buffers)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Unsupported, match="an eager call moves the cache"):
+        compiled(*inputs(), True)
     assert_same_bits(layer(*inputs(), True), right(*inputs()))
     assert_same_bits(layer(*inputs(), False), right(*inputs()))
