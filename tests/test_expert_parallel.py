@@ -377,8 +377,11 @@ def check_counts_from_zero(rank: int, directory: Path) -> None:
         mlp.to_empty(device=device())
         assert mlp.dispatcher.dropped == 0  # parameters may come from a checkpoint
     state = mlp.state_dict()
+    mlp.dispatcher.register_buffer("own", torch.ones(2), persistent=False)
     mlp.to("meta").load_state_dict(state, assign=True)
     assert mlp.dispatcher.dropped == 0
+    assert mlp.dispatcher.own.is_meta  # no state has its values
+    mlp.dispatcher.own = torch.ones(2, device=device())
     torch.use_deterministic_algorithms(False)
     mlp.dispatcher.dropped.fill_(5)
     mlp.to_empty(device=device())

@@ -7,6 +7,7 @@ features of a token.
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from grouped_linear.autograd.mlp import Arriving
@@ -49,6 +50,9 @@ class TokenDispatcher(nn.Module):
 
     def reset(self) -> None:
         """Forget what was counted; a layer's ``reset_parameters`` calls it."""
+
+    def _leave_meta(self, device: torch.device) -> None:
+        """Count on a device from zero. Other buffers have values that nobody here knows."""
 
     def dispatch(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Dispatched:
         """Send the tokens of this process, and receive those for its experts.

@@ -112,8 +112,12 @@ class GroupedLayer(KeepsFrozen):
     def _leave_meta(self) -> None:
         """Move state, cache and dispatcher from the meta device to where a parameter is."""
         device = next((p.device for p in self.parameters() if not p.is_meta), None)
-        for kept in self.children() if device is not None else ():
-            if isinstance(kept, DelayedScalingState | WeightCache | TokenDispatcher):
+        if device is None:
+            return
+        for kept in self.children():
+            if isinstance(kept, TokenDispatcher):
+                kept._leave_meta(device)
+            elif isinstance(kept, DelayedScalingState | WeightCache):
                 # Scales may have been loaded before the weight.
                 kept._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
 

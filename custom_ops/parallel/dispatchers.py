@@ -107,6 +107,10 @@ class _StaticDispatcher(TokenDispatcher):
         """Count from zero."""
         self.dropped.zero_()
 
+    def _leave_meta(self, device: torch.device) -> None:
+        if self.dropped.is_meta:
+            self.dropped = torch.zeros_like(self.dropped, device=device)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_StaticDispatcher":
         """Follow the model to another device, with the count, which has no value on meta."""
         before = self.dropped
