@@ -501,12 +501,18 @@ def test_meta_device(make: Make, recipe: Recipe, way: str, monkeypatch: pytest.M
 def test_a_cache_follows_a_weight_that_is_not_registered(make: Make, recipe: Recipe) -> None:
     """accelerate's set_module_tensor_to_device writes the dicts of a module's tensors."""
     layer, right = make(recipe, "meta"), make(recipe)
-    for name, module in layer.named_modules():
-        loaded = right.get_submodule(name)
-        module._parameters.update(loaded._parameters)
-        module._buffers.update(loaded._buffers)
+
+    def take(tensors: Any) -> None:
+        for name, module in layer.named_modules():
+            of_other = tensors.get_submodule(name)
+            module._parameters.update(of_other._parameters)
+            module._buffers.update(of_other._buffers)
+
+    take(right)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     with pytest.raises(Unsupported, match="an eager call moves the cache"):
         compiled(*inputs(), True)
     assert_same_bits(layer(*inputs(), True), right(*inputs()))
     assert_same_bits(layer(*inputs(), False), right(*inputs()))
+    take(make(recipe, "meta"))  # where it stands for another device: weights may leave any
+    assert layer(*inputs("meta"), True).is_meta

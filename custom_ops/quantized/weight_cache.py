@@ -88,16 +88,17 @@ class WeightCache(nn.Module):
 
     def read(self, layer: str, weights: WeightList, first: Tensor | bool) -> QuantizedWeight:
         """The tensors, for a call of these weights, which fills them first unless told False."""
-        left = self.values.is_meta and not weights[0].is_meta  # by accelerate, which registers none
+        device = weights[0].device
+        left = self.values.device != device  # accelerate moves parameters one by one
         if torch.compiler.is_compiling():  # a graph must not depend on it; an empty one gives NaN
             if left:
                 raise RuntimeError(
-                    f"{layer}: the weight cache is on the meta device, where its layer was made, "
-                    f"and the weight on {weights[0].device}: an eager call moves the cache"
+                    f"{layer}: the weight cache is on {self.values.device}, and the weight that "
+                    f"was moved without it on {device}: an eager call moves the cache"
                 )
             return self.quantized_weight()
         if left:
-            self._apply(partial(torch.empty_like, device=weights[0].device))
+            self._apply(partial(torch.empty_like, device=device))
         tensors = self.quantized_weight()
         if first is False and not self.warm:
             raise RuntimeError(
