@@ -74,6 +74,7 @@ def by_choice(kind: str, recipe: Recipe | None, device: str) -> Callable[..., Te
 @pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "plain"])
 def test_bits_of_grouped_mlp(weighted: bool, recipe: Recipe | None, kind: str, device: str) -> None:
     leaves: list[Any] = leaves_of(kind, device, BF16)
+    leaves[4:] = [b.detach().float().requires_grad_() for b in leaves[4:]]  # biases
     if not weighted:
         leaves[1] = None
     actual, expected = (run(of(kind, recipe, device), leaves) for of in (ours, by_choice))
