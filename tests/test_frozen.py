@@ -270,11 +270,12 @@ def test_bytes_take_no_numbers() -> None:
 
 
 def test_bytes_that_are_assigned_take_no_numbers() -> None:
-    """As transformers' from_pretrained assigns them."""
+    """As transformers' from_pretrained assigns them; and those of a pickle."""
     layer = make_layer()
     for name in ("weight", "weight_scale_inv"):
         setattr(layer, name, nn.Parameter(layer.get_parameter(name).data, requires_grad=False))
         assert type(layer.get_parameter(name)) is FrozenBytes
+        assert type(through_pickle(layer).get_parameter(name)) is FrozenBytes
 
 
 # --- state dicts ---------------------------------------------------------------------------------
