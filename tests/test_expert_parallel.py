@@ -102,9 +102,9 @@ def own(rank: int) -> slice:
     return slice(rank * T, (rank + 1) * T)
 
 
-def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, count: int = C) -> tuple[Tensor, Tensor]:
     """Two choices a token: one addition, in one process or between two."""
-    weights, experts = logits.softmax(dim=-1).topk(C)
+    weights, experts = logits.softmax(dim=-1).topk(count)
     return weights, experts
 
 
@@ -192,8 +192,15 @@ def check_fp8_error(dispatch: str, rank: int, directory: Path) -> None:
     """Without a recipe, rounding of x and dy to e4m3 is seen, and no more than that."""
     data = tokens(dtype=BF16)
     whole = make(dtype=BF16)
-    want = step(whole, *data)
-    got = step(spread(whole, dispatch, fp8=True), *(t[own(rank)] for t in data))
+
+    def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights, experts = route(logits, PROCESSES + 1)
+        experts = experts.clone()
+        experts[::2] %= L  # more choices than processes, and all of one process
+        return weights, experts
+
+    want = step(whole, *data, choose)
+    got = step(spread(whole, dispatch, fp8=True), *(t[own(rank)] for t in data), choose)
     for name in ("y", "x"):
         exact = want[name][own(rank)].float()
         error = (got[name].float() - exact).norm() / exact.norm()
@@ -231,7 +238,7 @@ def kept_by_all_to_all(experts: Tensor, factor: float) -> Tensor:
 
 
 def check_capacity(dispatch: str, factor: float, rank: int, directory: Path) -> None:
-    """Most tokens want the first process's experts, and a fifth nobody: these take no room.
+    """Most tokens want the first process's experts, and a fifth no expert's: these take no room.
 
     What is past the capacity is no choice.
     """
@@ -241,12 +248,14 @@ def check_capacity(dispatch: str, factor: float, rank: int, directory: Path) -> 
     def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
         weights, experts = route(logits)
         somewhere = torch.arange(len(experts), device=device()) % 5 > 0
-        return weights, torch.where(somewhere[:, None], experts, -1)
+        nobody = torch.tensor([-1, E], device=device())
+        return weights, torch.where(somewhere[:, None], experts, nobody)
 
     whole, (_, experts) = make(), choose(logits)
+    chosen = (experts >= 0) & (experts < E)
     of = kept_by_all_gather if dispatch == "all_gather" else kept_by_all_to_all
     kept = of(experts.cpu(), factor).to(device())
-    lost = (~kept & (experts >= 0)).sum()
+    lost = (~kept & chosen).sum()
     assert 0 < lost < kept.numel() / 2
     parallel = spread(whole, dispatch, capacity_factor=factor)
 
@@ -270,7 +279,7 @@ def check_capacity(dispatch: str, factor: float, rank: int, directory: Path) -> 
     came = dispatcher.dispatch(mine[0], *choose(mine[1])).top_k_index
     here = ((came >= 0) & (came < L)).sum()
     torch.distributed.all_reduce(here)
-    assert here == (experts >= 0).sum()
+    assert here == chosen.sum()
     # Dynamo traces no checkpoint that sets an attribute, as `dropped += ...` does.
     compiled = torch.compile(checkpoint, fullgraph=True, backend="aot_eager")
     given = mine[0].requires_grad_(), *choose(mine[1])
@@ -345,6 +354,7 @@ def check_adapters(rank: int, directory: Path) -> None:
     dropping = make(lora=Lora(8, 16, dropout=0.5), **BLOCK)
     with_numbers_in_adapters(dropping)
     dropping, (x, logits) = spread(dropping), (t[own(rank)] for t in data[:2])
+    assert not dropping.down_proj.requires_grad
     drawn = dropping(x, *route(logits))
     assert not torch.equal(drawn, dropping.eval()(x, *route(logits)))
 
@@ -905,6 +915,7 @@ def test_capacity_of_many_choices(factor: float) -> None:
     many = 10 * 2**27
     most = {0.7: 7 * 2**27, 1e-300: 2**27 * 10 // 2**20}.get(factor, many)
     assert dispatcher.capacity(torch.tensor(many)) == most
+    assert dispatcher.capacity(1) == 1  # a part of a row is a row
 
 
 def test_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -936,13 +947,15 @@ def test_buffers_belong_to_the_group_of_now(monkeypatch: pytest.MonkeyPatch) -> 
 def test_wrong_styles() -> None:
     with pytest.raises(ValueError, match="all_to_all, all_to_all_v or a function, got 'ring'"):
         ExpertParallel("ring")
-    with pytest.raises(ValueError, match="are for dispatchers by name"):
-        ExpertParallel(AllGather, fp8=True)
+    by_name: list[Any] = [{"capacity_factor": 2.0}, {"fp8": True}, {"check_tokens": True}]
+    for option in by_name:
+        with pytest.raises(ValueError, match="are for dispatchers by name"):
+            ExpertParallel(AllGather, **option)
     with pytest.raises(ValueError, match=r"^ExpertParallel: dispatch must be .*, got 3$"):
         ExpertParallel(3)
     with pytest.raises(ValueError, match=r"^ExpertParallel: fp8 must be True or False, got 'yes'"):
         ExpertParallel(fp8="yes")
-    for factor in ("2", 0.0, -1.0, True, float("nan")):
+    for factor in ("2", 0.0, -1.0, True, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"^ExpertParallel: capacity_factor must be None"):
             ExpertParallel(capacity_factor=factor)
     assert issubclass(AllToAll, TokenDispatcher)

@@ -263,17 +263,19 @@ def test_bytes_take_no_numbers() -> None:
             "quantizes, adapters stay beside the weight, and averages leave out parameters that "
             "require no gradient"
         )
+    bytes_of.detach().copy_(bytes_of.data * (1 - 2**-20))  # an average that was rounded down
     assert_same_state(layer, before)
     assert_same_state(averaged.module, before)
     bytes_of.data = half_way  # the same ones
 
 
 def test_bytes_that_are_assigned_take_no_numbers() -> None:
-    """As transformers' from_pretrained assigns them."""
+    """As transformers' from_pretrained assigns them; and those of a pickle."""
     layer = make_layer()
     for name in ("weight", "weight_scale_inv"):
         setattr(layer, name, nn.Parameter(layer.get_parameter(name).data, requires_grad=False))
         assert type(layer.get_parameter(name)) is FrozenBytes
+        assert type(through_pickle(layer).get_parameter(name)) is FrozenBytes
 
 
 # --- state dicts ---------------------------------------------------------------------------------

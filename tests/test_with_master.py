@@ -776,10 +776,14 @@ def test_weights_tied_on_the_meta_device_stay_tied(way: str) -> None:
     assert model[1].weight is model[0].weight
     assert_fresh(model[0].weight)
     assert_same_bits(model[0].weight.master, source[0].weight.detach())
-    other, another = nn.Parameter(torch.randn(E, N, K)), nn.Parameter(torch.randn(E, N, K))
-    model = copy.deepcopy(models[1]).to("meta")
-    model[0].weight, model[1].weight = other, another
-    assert_same_bits(model[1].weight.master, another.detach())
+    one, other = map(nn.Parameter, torch.randn(2, E, N, K))  # of one storage
+    for another in (other, one):  # and the same one, written since
+        model = copy.deepcopy(models[1]).to("meta")
+        model[0].weight = one
+        if another is one:
+            one.detach().add_(1)
+        model[1].weight = another
+        assert_same_bits(model[1].weight.master, another.detach())
 
 
 def test_a_parameter_of_the_meta_device_keeps_no_memory() -> None:

@@ -115,8 +115,6 @@ class _StaticDispatcher(TokenDispatcher):
         """Follow the model to another device, with the count, which has no value on meta."""
         before = self.dropped
         super()._apply(fn, recurse)
-        if self.dropped is before or self.dropped.is_meta:
-            return self
         if before.is_meta:
             self.reset()
         else:
@@ -193,7 +191,7 @@ class _StaticDispatcher(TokenDispatcher):
         own_SC = expert_SC - self.group.rank * self.local_experts
         if self.capacity_factor is None:
             return own_SC, None
-        max_rows = min(self.capacity(expert_TC.numel()), own_SC.numel())
+        max_rows = self.capacity(expert_TC.numel())
         came = ((own_SC >= 0) & (own_SC < self.local_experts)).sum()
         self.dropped.add_((came - max_rows).clamp(min=0))
         return own_SC, max_rows
