@@ -455,6 +455,8 @@ def main() -> None:
     given = vars(parser.parse_args())
     if given["step_in_backward"] and given["accumulate"] > 1:
         parser.error("--step-in-backward keeps no gradient for a second batch: --accumulate 1")
+    if given["write"] and given["device"] == "cpu":
+        parser.error("--write records GPUs alone: leave it out")
     options = Options(**{name: given[name] for name in Options.__dataclass_fields__})
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic kernels need
     records: list[list[str]] = []
